@@ -1,0 +1,51 @@
+# Every target sets up what it needs in .venv. A card is found through nvidia-smi; without one the
+# NumPy path runs, and the kernels are compiled and emulated.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/\1/p')
+CARD := $(if $(CUDA),cuda$(if $(filter 12,$(CUDA)),12,13),)
+RUNS := runs
+
+.PHONY: quickstart test lint compile gpu bench clean
+
+quickstart: $(VENV)/.base
+	rm -rf $(RUNS)/shakespeare
+	$(BIN)/surogate-run examples/shakespeare/quickstart.toml --set output_dir=$(RUNS)/shakespeare
+	$(BIN)/python examples/shakespeare/curve.py $(RUNS)/shakespeare/log.jsonl
+	$(BIN)/surogate generate $(RUNS)/shakespeare --raw --prompt "ROMEO." --max-new-tokens 120 --seed 1
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(MAKE) compile
+
+# Compiles every kernel for every architecture; needs no card.
+compile: $(VENV)/.test
+	$(BIN)/python -m surogate.kernels.nvrtc
+
+gpu: $(VENV)/.test
+	$(BIN)/python -m pytest -q -m gpu
+
+bench: $(VENV)/.test
+	$(BIN)/python -m bench
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+
+$(VENV)/.base: pyproject.toml $(VENV)/bin/python
+	$(BIN)/python -m pip install -q -e '.$(if $(CARD),[$(CARD)],)'
+	touch $@
+
+$(VENV)/.test: pyproject.toml $(VENV)/bin/python
+	$(BIN)/python -m pip install -q -e '.[test,lint,$(if $(CARD),$(CARD),compile)]'
+	touch $@ $(VENV)/.base
+
+clean:
+	rm -rf $(VENV) $(RUNS) build dist *.egg-info

@@ -1,0 +1,120 @@
+"""What every op needs to know about its arrays: where they live, how to make more, and how to refuse them.
+
+NumPy arrays run the host version of an op, CuPy arrays its kernel. Nothing here imports CuPy until an
+array on the card appears.
+"""
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+if TYPE_CHECKING:
+    Array = np.ndarray
+else:
+    Array = Any
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+F32 = np.dtype(np.float32)
+
+
+class Frozen:
+    """Destination of a gradient that nobody wants: the backward leaves it out and returns None."""
+
+    def __repr__(self) -> str:
+        return "FROZEN"
+
+
+FROZEN = Frozen()
+
+
+class Backend:
+    """Two switches that tests turn, and nothing else does.
+
+    ``launch`` takes kernel launches in place of the card, so that the CUDA sources run on the host;
+    ``poison`` fills fresh memory with 0xFF.
+    """
+
+    launch: Callable[..., None] | None = None
+    poison = False
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ValueError(message) unless the caller kept the contract."""
+    if not condition:
+        raise ValueError(message)
+
+
+@functools.cache
+def _is_cupy(kind: type) -> bool:
+    return kind.__module__.split(".")[0] == "cupy"
+
+
+def on_device(x: Any) -> bool:
+    """True when an op on ``x`` must launch a kernel, False when it runs on the host."""
+    return _is_cupy(type(x)) or (Backend.launch is not None and isinstance(x, np.ndarray))
+
+
+def namespace(x: Any) -> types.ModuleType:
+    """The array library of ``x``: numpy, cupy or (references under test) torch."""
+    return sys.modules[type(x).__module__.split(".")[0]]
+
+
+def _filled(shape: Any, dtype: Any, like: Any) -> Any:
+    out = namespace(like).empty(shape, dtype)
+    if Backend.poison and out.size:
+        out.reshape(-1).view(np.uint8).fill(0xFF)
+    return out
+
+
+def empty(shape: Any, dtype: Any, *, like: Any) -> Any:
+    """Fresh memory beside ``like``. Under test it is filled with 0xFF bytes: NaN in every format."""
+    return _filled(shape, dtype, like)
+
+
+def zeros(shape: Any, dtype: Any, *, like: Any) -> Any:
+    """Zeros beside ``like``."""
+    return namespace(like).zeros(shape, dtype)
+
+
+def empty_like(x: Any) -> Any:
+    """Fresh C-contiguous memory of the shape and dtype of ``x``."""
+    return empty(x.shape, x.dtype, like=x)
+
+
+def compute_dtype(x: Any) -> np.dtype:
+    """The dtype that a host version computes in: float64 stays, all else is float32."""
+    return np.dtype(np.float64) if x.dtype == np.float64 else F32
+
+
+def upcast(x: Any) -> Any:
+    """``x`` in the dtype that host versions compute in (no copy when it is there already)."""
+    return x.astype(compute_dtype(x), copy=False)
+
+
+def destination(into: Any, shape: tuple[int, ...], dtype: Any, *, like: Any) -> tuple[Any, bool]:
+    """Resolves ``into`` of a backward: (array to write, whether to add to what it holds)."""
+    if into is None:
+        return empty(shape, dtype, like=like), False
+    require(
+        into.shape == shape,
+        f"into: a gradient of shape {shape} cannot be added to a buffer of shape {into.shape}",
+    )
+    require(
+        into.dtype in (dtype, F32),
+        f"into: a gradient of {dtype} accumulates in {dtype} or float32, got {into.dtype}",
+    )
+    return into, True
+
+
+def store(value: Any, into: Any, dtype: Any) -> Any:
+    """Host versions: returns ``value`` as a fresh gradient of ``dtype``, or adds it into ``into``."""
+    if into is None:
+        return value.astype(dtype, copy=False)
+    out, _ = destination(into, value.shape, dtype, like=value)
+    out[...] = (upcast(out) + value).astype(out.dtype)
+    return out

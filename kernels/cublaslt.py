@@ -1,0 +1,412 @@
+"""Plans for cuBLASLt: the descriptors and the algorithm of each product that a run meets.
+
+The algorithm is the fastest by measurement among those that cuBLASLt proposes (on an H200 its own
+first choice is up to 20 % slower than the best), provided that it gives the same bits twice. It is
+kept on disk by card and library version, so that later runs use it too and repeat bit for bit.
+Split sums are reduced in float32 or not at all: never in the type of the output, never in the order
+of arrival. Each stream has a workspace of its own, so that products of two streams cannot meet.
+"""
+
+import ctypes
+import hashlib
+import json
+import os
+import re
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from surogate.kernels.arrays import require
+from surogate.kernels.nvrtc import cache_directory
+
+WORKSPACE_BYTES = 64 << 20  # more than the L2 cache of an H200, so that clearing it cools the cache
+CANDIDATES = 16  # algorithms asked of cuBLASLt
+FINALISTS = 4  # of those, measured again
+ROUNDS = 5
+COMPARED_BYTES = 64 << 20  # of a result, when two runs are compared
+
+CUDA_TYPES = {"float32": 0, "bfloat16": 14}  # cudaDataType_t
+COMPUTE_32F = 68  # cublasComputeType_t: sums in float32; float32 input is not cut to TF32
+
+
+class Call(NamedTuple):
+    """The arrays of one product on a card; ``added`` is c, or out itself when accumulating."""
+
+    a: Any
+    b: Any
+    added: Any
+    bias: Any
+    out: Any
+    transpose_a: bool
+    transpose_b: bool
+
+    def alignment(self) -> int:
+        """The power of two, at most 16, that divides every address."""
+        bits = self.a.data.ptr | self.b.data.ptr | self.out.data.ptr | 16
+        if self.added is not None:
+            bits |= self.added.data.ptr
+        if self.bias is not None:
+            bits |= self.bias.data.ptr
+        return bits & -bits
+
+    def key(self) -> Any:
+        """Whatever decides the plan, as cheap as it can be: this runs at every call."""
+        a, b, added, bias, out, transpose_a, transpose_b = self
+        return (
+            a.data.device_id, a.shape, a.strides, a.dtype.num, b.shape, b.strides, b.dtype.num,
+            out.shape, out.strides, out.dtype.num, transpose_a, transpose_b,
+            added is not None and (added is out or (added.shape, added.strides, added.dtype.num)),
+            bias is not None and (bias.shape, bias.strides, bias.dtype.num), self.alignment(),
+        )  # fmt: skip
+
+
+class Matrix(NamedTuple):
+    """Type and layout of an operand. ``leading`` is the distance of its rows in elements."""
+
+    dtype: str
+    rows: int
+    columns: int
+    leading: int
+
+    @classmethod
+    def of(cls, name: str, x: Any) -> "Matrix":
+        """The layout of an array whose rows hold neighbouring elements; ValueError for others."""
+        rows, columns = x.shape
+        leading = columns if rows == 1 else x.strides[0] // x.itemsize
+        require(
+            (columns == 1 or x.strides[1] == x.itemsize) and leading >= columns,
+            f"matmul: rows of {name} must hold neighbouring elements, got strides {x.strides} for "
+            f"{x.shape} of {x.dtype}; of a transposed view, pass the array itself and transpose_*",
+        )
+        return cls(str(x.dtype), rows, columns, leading)
+
+
+class Problem(NamedTuple):
+    """What an algorithm is chosen for; also its name on disk."""
+
+    a: Matrix
+    b: Matrix
+    added: Matrix | None
+    out: Matrix
+    in_place: bool
+    bias: bool
+    transpose_a: bool
+    transpose_b: bool
+    alignment: int
+
+    @classmethod
+    def of(cls, call: Call) -> "Problem":
+        """The problem that a call poses."""
+        a, b, added, bias, out, transpose_a, transpose_b = call
+        require(
+            bias is None or bias.flags.c_contiguous,
+            "matmul: bias must be contiguous, got a strided view",
+        )
+        return cls(
+            Matrix.of("a", a), Matrix.of("b", b),
+            None if added is None else Matrix.of("c", added), Matrix.of("out", out),
+            added is out, bias is not None, transpose_a, transpose_b, call.alignment(),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Descriptors and algorithm of one problem on one card.
+
+    To cuBLASLt, which is column-major, a row-major matrix is its transpose. It computes
+    out^T = op(b)^T op(a)^T, so that its A is our b and its B our a.
+    """
+
+    lt: Any
+    handle: int
+    operation: int
+    layouts: tuple[int, int, int, int]  # b, a, added, out
+    algorithm: np.ndarray  # 64 opaque bytes
+    algorithm_address: int
+
+    def run(self, call: Call, alpha: float) -> None:
+        """Launches the product on the current stream."""
+        import cupy
+
+        stream = cupy.cuda.get_current_stream()
+        workspace = _workspaces.get((call.a.data.device_id, stream.ptr))
+        if workspace is None:
+            workspace = _add_workspace(call.a.data.device_id, stream)
+        if call.bias is not None:
+            _point_at_bias(self.lt, self.operation, call.bias)
+        layout_b, layout_a, layout_added, layout_out = self.layouts
+        out = call.out.data.ptr
+        added, beta = (out, 0.0) if call.added is None else (call.added.data.ptr, 1.0)
+        self.lt.matmul(
+            self.handle, self.operation, _address(alpha), call.b.data.ptr, layout_b,
+            call.a.data.ptr, layout_a, _address(beta), added, layout_added, out, layout_out,
+            self.algorithm_address, workspace.ptr, WORKSPACE_BYTES, stream.ptr,
+        )  # fmt: skip
+
+    def using(self, algorithm: np.ndarray) -> "Plan":
+        """The same problem with another algorithm."""
+        return Plan(
+            self.lt, self.handle, self.operation, self.layouts, algorithm, algorithm.ctypes.data
+        )
+
+
+plans: dict[Any, Plan] = {}  # by Call.key()
+_handles: dict[int, int] = {}
+_workspaces: dict[tuple[int, int], Any] = {}
+_scalars: dict[float, ctypes.c_float] = {}
+
+
+def add_plan(key: Any, call: Call, alpha: float) -> Plan:
+    """Finds the algorithm of a product that is met for the first time. ``out`` may be overwritten.
+
+    Raises RuntimeError when the current stream is being captured, ImportError without nvmath.
+    """
+    plan = plans[key] = _new_plan(call, Problem.of(call), alpha)
+    return plan
+
+
+def _address(value: float) -> int:
+    """Where a float32 lies that holds ``value`` for as long as the process lives."""
+    scalar = _scalars.get(value)
+    if scalar is None:
+        scalar = _scalars[value] = ctypes.c_float(value)
+    return ctypes.addressof(scalar)
+
+
+def _library() -> Any:
+    try:
+        import nvmath.bindings.cublasLt as lt
+    except ImportError as error:
+        raise ImportError(
+            f"matmul: products on a card need nvmath-python ({error}): "
+            "install surogate[cuda13], or surogate[cuda12] for an older driver"
+        ) from error
+    return lt
+
+
+def _refuse_capture(stream: Any, what: str) -> None:
+    if stream.is_capturing():
+        raise RuntimeError(
+            f"matmul: {what} while its stream is being captured into a graph: "
+            "run the same step once on this stream before capturing it"
+        )
+
+
+def _add_workspace(device: int, stream: Any) -> Any:
+    """Scratch memory of a stream, outside all pools since captured graphs keep its address."""
+    import cupy
+
+    _refuse_capture(stream, "first product on this stream")
+    workspace = cupy.cuda.MemoryPointer(cupy.cuda.Memory(WORKSPACE_BYTES), 0)
+    _workspaces[device, stream.ptr] = workspace
+    return workspace
+
+
+def _new_plan(call: Call, problem: Problem, alpha: float) -> Plan:
+    import cupy
+
+    _refuse_capture(cupy.cuda.get_current_stream(), f"first product of {problem}")
+    lt, device = _library(), call.a.data.device_id
+    current = cupy.cuda.runtime.getDevice()
+    require(device == current, f"matmul: arrays are on card {device}, the current one is {current}")
+    if device not in _handles:
+        _handles[device] = lt.create()
+    algorithm = np.zeros(1, lt.matmul_heuristic_result_dtype["algo"])
+    plan = Plan(
+        lt, _handles[device], _operation(lt, problem, call.bias), _layouts(lt, problem),
+        algorithm, algorithm.ctypes.data,
+    )  # fmt: skip
+    path = _path(lt, device, problem)
+    kept = _load(plan, path)
+    if kept is None:
+        tuned, microseconds = _tune(plan, problem, call, alpha)
+        if not path.exists():  # else another process was first: agree with it
+            _save(tuned, path, problem, microseconds)
+        kept = _load(plan, path) or tuned
+    return kept
+
+
+def _set(setter: Callable[..., None], target: int, attribute: Any, value: int, dtype: Any) -> None:
+    buffer = np.array([value], dtype)
+    setter(target, int(attribute), buffer.ctypes.data, buffer.nbytes)
+
+
+def _point_at_bias(lt: Any, operation: int, bias: Any) -> None:
+    attribute = lt.MatmulDescAttribute.BIAS_POINTER
+    _set(lt.matmul_desc_set_attribute, operation, attribute, bias.data.ptr, np.uint64)
+
+
+def _operation(lt: Any, problem: Problem, bias: Any) -> int:
+    operation = lt.matmul_desc_create(COMPUTE_32F, CUDA_TYPES["float32"])
+    attribute = lt.MatmulDescAttribute
+    put = lt.matmul_desc_set_attribute
+    _set(put, operation, attribute.TRANSA, problem.transpose_b, np.int32)
+    _set(put, operation, attribute.TRANSB, problem.transpose_a, np.int32)
+    if bias is not None:
+        _set(put, operation, attribute.EPILOGUE, lt.Epilogue.BIAS, np.uint32)
+        _point_at_bias(lt, operation, bias)  # the heuristics read its alignment off this address
+    return operation
+
+
+def _layouts(lt: Any, problem: Problem) -> tuple[int, int, int, int]:
+    def layout(matrix: Matrix) -> int:
+        return lt.matrix_layout_create(
+            CUDA_TYPES[matrix.dtype], matrix.columns, matrix.rows, matrix.leading
+        )
+
+    out = layout(problem.out)
+    added = out if problem.added is None else layout(problem.added)
+    return layout(problem.b), layout(problem.a), added, out
+
+
+def _candidates(plan: Plan, problem: Problem) -> list[Plan]:
+    """Plans with the algorithms that cuBLASLt proposes, its favourite first."""
+    lt = plan.lt
+    preference = lt.matmul_preference_create()
+    attribute = lt.MatmulPreferenceAttribute
+    put = lt.matmul_preference_set_attribute
+    _set(put, preference, attribute.MAX_WORKSPACE_BYTES, WORKSPACE_BYTES, np.uint64)
+    scheme = lt.ReductionScheme.COMPUTE_TYPE  # allows NONE too, which is no bit
+    _set(put, preference, attribute.REDUCTION_SCHEME_MASK, scheme, np.uint32)
+    for operand in "ABCD":
+        name = getattr(attribute, f"MIN_ALIGNMENT_{operand}_BYTES")
+        _set(put, preference, name, problem.alignment, np.uint32)
+    found = np.zeros(CANDIDATES, lt.matmul_heuristic_result_dtype)
+    count = np.zeros(1, np.int32)
+    try:
+        lt.matmul_algo_get_heuristic(
+            plan.handle, plan.operation, *plan.layouts, preference, CANDIDATES,
+            found.ctypes.data, count.ctypes.data,
+        )  # fmt: skip
+    except lt.cuBLASLtError as error:
+        raise RuntimeError(f"matmul: cuBLASLt has no algorithm for {problem}: {error}") from error
+    finally:
+        lt.matmul_preference_destroy(preference)
+    usable = [i for i in range(int(count[0])) if found["state"][i] == 0]
+    return [plan.using(found["algo"][i : i + 1].copy()) for i in usable]
+
+
+def by_speed(count: int, measure: Callable[[int], float | None]) -> list[tuple[float, int]]:
+    """(seconds, index) of ``count`` alternatives, fastest first.
+
+    ``measure`` times one run, and gives None for an alternative that cannot run. Each is timed
+    twice; then the best few again, interleaved so that they share a drift of the clock, and these
+    are ranked by their medians.
+    """
+    first = []
+    for index in range(count):
+        times = [t for t in (measure(index), measure(index)) if t is not None]
+        if times:
+            first.append((min(times), index))
+    first.sort()
+    again: dict[int, list[float]] = {index: [time] for time, index in first[:FINALISTS]}
+    for _ in range(ROUNDS):
+        for index, times in again.items():
+            time = measure(index)
+            if time is not None:
+                times.append(time)
+    ranked = sorted((statistics.median(times), index) for index, times in again.items())
+    return ranked + first[FINALISTS:]
+
+
+def _tune(plan: Plan, problem: Problem, call: Call, alpha: float) -> tuple[Plan, float]:
+    """The fastest repeatable algorithm and its microseconds.
+
+    Runs write to out itself, whose values wait on the host if they are needed: tuning at the peak
+    of a step takes no more memory on the card.
+    """
+    plans = _candidates(plan, problem)
+    saved = _Saved(call.out) if problem.in_place else None
+
+    def result(tried: Plan) -> bytes:
+        if saved is not None:
+            saved.restore()
+        tried.run(call, alpha)
+        rows = max(1, COMPARED_BYTES // (call.out.shape[1] * call.out.itemsize))
+        return call.out[:rows].get().tobytes()
+
+    try:
+        for seconds, index in by_speed(len(plans), lambda i: _time(plans[i], call, alpha)):
+            if result(plans[index]) == result(plans[index]):
+                return plans[index], seconds * 1e6
+    finally:
+        if saved is not None:
+            saved.restore()
+    raise RuntimeError(f"matmul: no algorithm of cuBLASLt runs, or repeats itself, for {problem}")
+
+
+class _Saved:
+    """What an array holds, kept on the host when its memory is contiguous."""
+
+    def __init__(self, out: Any) -> None:
+        self.out = out
+        self.values = out.get() if out.flags.c_contiguous else out.copy()
+
+    def restore(self) -> None:
+        if isinstance(self.values, np.ndarray):
+            self.out.set(self.values)
+        else:
+            self.out[...] = self.values
+
+
+def _time(plan: Plan, call: Call, alpha: float) -> float | None:
+    """Seconds of one run with a cool L2 cache; None where the algorithm does not run after all."""
+    import cupy
+
+    stream, device = cupy.cuda.get_current_stream(), call.a.data.device_id
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    workspace = _workspaces.get((device, stream.ptr)) or _add_workspace(device, stream)
+    workspace.memset_async(0, WORKSPACE_BYTES, stream)
+    begin.record(stream)
+    try:
+        plan.run(call, alpha)
+    except plan.lt.cuBLASLtError:
+        return None
+    end.record(stream)
+    end.synchronize()
+    return cupy.cuda.get_elapsed_time(begin, end) / 1e3
+
+
+def _path(lt: Any, device: int, problem: Problem) -> Path:
+    import cupy
+
+    name = cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
+    card = re.sub(r"[^A-Za-z0-9]+", "-", name)
+    digest = hashlib.sha256(repr(problem).encode()).hexdigest()[:20]
+    return cache_directory() / "matmul" / f"{card}-{lt.get_version()}" / f"{digest}.json"
+
+
+def _load(plan: Plan, path: Path) -> Plan | None:
+    """The plan with the algorithm kept at ``path``, if there is one that the library accepts."""
+    if not path.exists():
+        return None
+    stored = bytearray.fromhex(json.loads(path.read_text())["algorithm"])
+    if len(stored) != plan.algorithm.nbytes:
+        return None
+    algorithm = np.frombuffer(stored, plan.algorithm.dtype)
+    checked = np.zeros(1, plan.lt.matmul_heuristic_result_dtype)
+    try:
+        plan.lt.matmul_algo_check(
+            plan.handle, plan.operation, *plan.layouts, algorithm.ctypes.data, checked.ctypes.data
+        )
+    except plan.lt.cuBLASLtError:
+        return None
+    fits = int(checked["workspace_size"][0]) <= WORKSPACE_BYTES
+    return plan.using(algorithm) if fits else None
+
+
+def _save(plan: Plan, path: Path, problem: Problem, microseconds: float) -> None:
+    row = {
+        "problem": repr(problem),
+        "algorithm": plan.algorithm.tobytes().hex(),
+        "microseconds": microseconds,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump(row, file)
+    os.replace(file.name, path)

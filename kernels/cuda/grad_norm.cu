@@ -1,0 +1,61 @@
+// Sum of squares of many tensors, and from it the scale that clips their mean: a partial sum a chunk,
+// then one block over the partial sums. Both are fixed trees, so the same tensors give the same bits on
+// any card.
+#include "multi_tensor.cuh"
+
+// Columns of the table, as kernels/grad_norm.py writes them.
+enum { SIZE, FIRST_CHUNK, GRAD, COLUMNS };
+
+// Sum over a block of double values, known to all threads; block_sum of common.cuh in double.
+__device__ __forceinline__ double block_sum_double(double value) {
+    __shared__ double partial[32];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    for (int mask = 16; mask > 0; mask /= 2) value += warp_shfl_xor(value, mask);
+    if (lane == 0) partial[warp] = value;
+    __syncthreads();
+    value = lane < warps ? partial[lane] : 0.0;
+    for (int mask = 16; mask > 0; mask /= 2) value += warp_shfl_xor(value, mask);
+    return value;
+}
+
+// Eight running sums a thread in float32, over at most chunk / blockDim.x elements.
+template <typename G>
+__global__ void grad_norm_partial(double* __restrict__ partial,  // (chunks,)
+                                  const int64_t* __restrict__ table, const int* __restrict__ chunk_tensor,
+                                  int chunk) {
+    Chunk work = chunk_of_block(table, chunk_tensor, COLUMNS, chunk);
+    const G* grad = reinterpret_cast<const G*>(work.row[GRAD]);
+    bool aligned = vector_aligned(work.row[GRAD]);
+    float sum[GROUP] = {};
+    for (int64_t i = work.begin + threadIdx.x * GROUP; i < work.end; i += int64_t(blockDim.x) * GROUP) {
+        int count = work.end - i < GROUP ? int(work.end - i) : GROUP;
+        float g[GROUP];
+        load_group(g, grad + i, count, aligned && count == GROUP);
+#pragma unroll
+        for (int j = 0; j < GROUP; ++j) sum[j] += g[j] * g[j];
+    }
+    double total = block_sum_double(double((sum[0] + sum[1]) + (sum[2] + sum[3])) +
+                                    double((sum[4] + sum[5]) + (sum[6] + sum[7])));
+    if (threadIdx.x == 0) partial[blockIdx.x] = total;
+}
+
+// One block. Either output may be null.
+template <typename C>
+__global__ void grad_norm_finish(float* __restrict__ out,     // (3,) norm of the mean, scale, usable
+                                 double* __restrict__ total,  // (1,) sum of squares
+                                 const double* __restrict__ partial, const C* __restrict__ count, int size,
+                                 float max_norm) {
+    double sum = 0.0;
+    for (int i = threadIdx.x; i < size; i += blockDim.x) sum += partial[i];
+    sum = block_sum_double(sum);
+    if (threadIdx.x != 0) return;
+    if (total != nullptr) *total = sum;
+    if (out == nullptr) return;
+    double tokens = double(*count);
+    bool usable = sum < INFINITY && tokens > 0.0;  // false for NaN
+    double norm = sqrt(sum) / (tokens > 0.0 ? tokens : 1.0);
+    double clip = double(max_norm) / (norm + 1e-6);
+    out[0] = float(norm);
+    out[1] = usable ? float((clip < 1.0 ? clip : 1.0) / tokens) : 0.0f;
+    out[2] = usable ? 1.0f : 0.0f;
+}

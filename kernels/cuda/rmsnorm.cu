@@ -1,0 +1,155 @@
+// RMSNorm of rows, with an addition before it (forward) or after it (backward) in the same pass.
+//
+// A row belongs to `threads` threads (whole warps; the host picks them so that PACKS packs of 16 bytes of T
+// a thread cover it) and stays in their registers between its one read and its one write. A block holds
+// blockDim.x / threads rows.
+#include "pack.cuh"
+
+constexpr int PACKS = 4;
+
+// Sum over the `warps` warps of a row. All threads of the block call it together; a scratch may be used
+// again after one call with another.
+__device__ __forceinline__ float row_sum(float value, float* scratch, int warps) {
+    value = warp_sum(value);
+    if (warps == 1) return value;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (lane == 0) scratch[warp] = value;
+    __syncthreads();
+    return warp_sum(lane < warps ? scratch[warp / warps * warps + lane] : 0.0f);
+}
+
+template <typename T, typename W, bool ALIGNED>
+__global__ void rmsnorm_fwd(T* __restrict__ y,               // (tokens, hidden)
+                            T* __restrict__ h,               // (tokens, hidden): x + residual
+                            float* __restrict__ rstd,        // (tokens,)
+                            const T* __restrict__ x,         // (tokens, hidden)
+                            const T* __restrict__ residual,  // (tokens, hidden), or null: h is x
+                            const W* __restrict__ weight,    // (hidden,)
+                            int tokens, int hidden, int threads, float eps, float offset, bool round_first) {
+    constexpr int N = WIDTH<T>;
+    __shared__ float scratch[32];
+    int lane = threadIdx.x % threads;
+    int64_t row = int64_t(blockIdx.x) * (blockDim.x / threads) + threadIdx.x / threads;
+    int columns = row < tokens ? hidden : 0;
+    int64_t begin = row * hidden;
+
+    Pack<T, N> value[PACKS], addend[PACKS];
+    Pack<W, N> scale[PACKS];
+    for (int i = 0; i < PACKS; ++i)
+        value[i].template load_columns<ALIGNED>(x + begin, (i * threads + lane) * N, columns);
+    if (residual)
+        for (int i = 0; i < PACKS; ++i)
+            addend[i].template load_columns<ALIGNED>(residual + begin, (i * threads + lane) * N, columns);
+    for (int i = 0; i < PACKS; ++i) scale[i].template load_columns<ALIGNED>(weight, (i * threads + lane) * N, hidden);
+    if (residual)
+        for (int i = 0; i < PACKS; ++i) {
+            float sum[N];
+            for (int j = 0; j < N; ++j) sum[j] = value[i].get(j) + addend[i].get(j);
+            value[i].set(sum);
+            value[i].template store_columns<ALIGNED>(h + begin, (i * threads + lane) * N, columns);
+        }
+
+    float sum = 0.0f;
+    for (int i = 0; i < PACKS; ++i)
+        for (int j = 0; j < N; ++j) sum += value[i].get(j) * value[i].get(j);
+    float r = 1.0f / sqrtf(row_sum(sum, scratch, threads / 32) / hidden + eps);
+    if (lane == 0 && columns) rstd[row] = r;
+    for (int i = 0; i < PACKS; ++i) {
+        float out[N];
+        for (int j = 0; j < N; ++j) out[j] = value[i].get(j) * r;
+        if (round_first) {
+            value[i].set(out);
+            for (int j = 0; j < N; ++j) out[j] = value[i].get(j);
+        }
+        for (int j = 0; j < N; ++j) out[j] *= scale[i].get(j) + offset;
+        value[i].set(out);
+        value[i].template store_columns<ALIGNED>(y + begin, (i * threads + lane) * N, columns);
+    }
+}
+
+// A block walks over rows and keeps its share of dweight in registers; the blocks' shares are added by
+// sum_partials. 128 registers a thread hold three rows in flight and the share.
+template <typename T, typename W, bool ALIGNED>
+__global__ void __launch_bounds__(sizeof(T) == 2 ? 512 : 1024)
+    rmsnorm_bwd(T* __restrict__ dx,               // (tokens, hidden)
+                float* __restrict__ partial,      // (blocks, hidden), or null: dweight is not wanted
+                const T* __restrict__ dy,         // (tokens, hidden)
+                const T* __restrict__ dresidual,  // (tokens, hidden), added to dx, or null
+                const T* __restrict__ x,          // (tokens, hidden)
+                const W* __restrict__ weight,     // (hidden,)
+                const float* __restrict__ rstd,   // (tokens,)
+                int tokens, int hidden, int threads, float offset) {
+    constexpr int N = WIDTH<T>;
+    __shared__ float scratch[2][32];
+    DYNAMIC_SHARED(float, shares);  // (rows of the block, hidden), when the block holds several rows
+    int lane = threadIdx.x % threads, group = threadIdx.x / threads, groups = blockDim.x / threads;
+    float share[PACKS][N] = {};
+    Pack<W, N> scale[PACKS];
+    for (int i = 0; i < PACKS; ++i) scale[i].template load_columns<ALIGNED>(weight, (i * threads + lane) * N, hidden);
+
+    int turn = 0;
+    for (int64_t first = int64_t(blockIdx.x) * groups; first < tokens; first += int64_t(gridDim.x) * groups) {
+        int64_t row = first + group, begin = row * hidden;
+        int columns = row < tokens ? hidden : 0;
+        Pack<T, N> value[PACKS], grad[PACKS], addend[PACKS] = {};
+        for (int i = 0; i < PACKS; ++i) {
+            value[i].template load_columns<ALIGNED>(x + begin, (i * threads + lane) * N, columns);
+            grad[i].template load_columns<ALIGNED>(dy + begin, (i * threads + lane) * N, columns);
+        }
+        if (dresidual)
+            for (int i = 0; i < PACKS; ++i)
+                addend[i].template load_columns<ALIGNED>(dresidual + begin, (i * threads + lane) * N, columns);
+        float r = columns ? rstd[row] : 0.0f, dot = 0.0f;
+        for (int i = 0; i < PACKS; ++i)
+            for (int j = 0; j < N; ++j)
+                dot += grad[i].get(j) * (scale[i].get(j) + offset) * (value[i].get(j) * r);
+        float mean = row_sum(dot, scratch[turn], threads / 32) / hidden;
+        turn ^= 1;
+        for (int i = 0; i < PACKS; ++i) {
+            float out[N];
+            for (int j = 0; j < N; ++j) {
+                float n = value[i].get(j) * r, g = grad[i].get(j) * (scale[i].get(j) + offset);
+                share[i][j] += grad[i].get(j) * n;
+                out[j] = addend[i].get(j) + r * (g - n * mean);
+            }
+            value[i].set(out);
+            value[i].template store_columns<ALIGNED>(dx + begin, (i * threads + lane) * N, columns);
+        }
+    }
+
+    if (!partial) return;
+    partial += int64_t(blockIdx.x) * hidden;
+    float* own = groups == 1 ? partial : shares + group * hidden;
+    for (int i = 0; i < PACKS; ++i)
+        for (int j = 0; j < N; ++j) {
+            int column = (i * threads + lane) * N + j;
+            if (column < hidden) own[column] = share[i][j];
+        }
+    if (groups == 1) return;
+    __syncthreads();
+    for (int column = threadIdx.x; column < hidden; column += blockDim.x) {
+        float sum = 0.0f;
+        for (int i = 0; i < groups; ++i) sum += shares[i * hidden + column];
+        partial[column] = sum;
+    }
+}
+
+// Column sums of the blocks' shares, 32 columns a block of 32 warps, always in the same order.
+template <typename S>
+__global__ void sum_partials(S* __restrict__ out,              // (columns,)
+                             const float* __restrict__ partial,  // (rows, columns)
+                             int rows, int columns, bool accumulate) {
+    __shared__ float tile[32][33];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int column = blockIdx.x * 32 + lane;
+    float sum = 0.0f;
+    if (column < columns) {
+#pragma unroll 8
+        for (int row = warp; row < rows; row += 32) sum += partial[int64_t(row) * columns + column];
+    }
+    tile[warp][lane] = sum;
+    __syncthreads();
+    sum = warp_sum(tile[lane][warp]);
+    column = blockIdx.x * 32 + warp;
+    if (lane == 0 && column < columns) out[column] = from_float<S>(accumulate ? to_float(out[column]) + sum : sum);
+}

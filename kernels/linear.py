@@ -1,0 +1,299 @@
+"""Every matrix product of a model: y = residual + x W^T + bias + scale * B (A x).
+
+The last term is a LoRA adapter (Hu et al. 2021, arXiv 2106.09685) of some row ranges of W, its
+parts. The weight of q, k, v or of gate, up is one matrix whose adapters are parts, so that they share
+one product with all A's, t = x A^T, and one with the B's on the diagonal of a matrix D:
+
+    y += scale * t D^T    D[rows of part p, ranks of part p] = B_p, zero elsewhere
+
+A product per part would read and write the same y in more launches, and tensor cores take 64 terms
+of a sum at a time, of which the rank of one part fills a few: the zeros cost nothing. Backward:
+
+    dt = scale * dy D           dx = dy W + dt A       dW = dy^T x     dbias = sum over tokens of dy
+    dA = dt^T x                 dB_p = scale * dy_p^T t_p              dresidual = dy
+
+In bfloat16, y is rounded after x W^T and again after the adapter; t and dt are rounded once.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from surogate.kernels.arrays import (
+    FROZEN,
+    Array,
+    Frozen,
+    destination,
+    empty,
+    namespace,
+    on_device,
+    require,
+    store,
+    upcast,
+    zeros,
+)
+from surogate.kernels.matmul import matmul
+from surogate.kernels.nvrtc import THREADS, Source, ctype, vector_width
+from surogate.kernels.pair import Pair
+
+MAX_PARTS = 8
+ROWS_PER_SLICE = 256  # of a column sum: enough blocks for a card from 2048 tokens on
+
+SOURCE = Source(
+    "linear",
+    {
+        "column_sum_partial": [("float", "4"), ("float", "1"), ("bf16", "8"), ("bf16", "1")],
+        "column_sum": [("float",), ("bf16",)],
+        "block_diagonal": [("float",), ("bf16",)],
+    },
+)
+
+Parts = tuple[tuple[int, int], ...]
+
+
+class LoRA(NamedTuple):
+    """A low-rank adapter of some parts of a weight's rows.
+
+    Part p takes rows p * rank to (p + 1) * rank of ``a``, and the next rows of ``b``, as many as it
+    has itself. The gradient and the optimizer's moments are of this type too.
+    """
+
+    a: Float[Array, "parts_rank inner"]
+    b: Float[Array, "adapted rank"]
+
+
+class LinearInto(NamedTuple):
+    """Destinations of the gradients: None (fresh), an array to add to, or FROZEN.
+
+    ``lora`` is None, FROZEN, or a LoRA of destinations.
+    """
+
+    weight: Any = None
+    bias: Any = None
+    lora: Any = None
+
+
+class LinearResiduals(NamedTuple):
+    """``x`` is None when the caller will bring it back; ``t`` is x A^T."""
+
+    x: Float[Array, "tokens inner"] | None
+    weight: Float[Array, "outer inner"]
+    bias: Float[Array, " outer"] | None
+    lora: LoRA | None
+    t: Float[Array, "tokens parts_rank"] | None
+    parts: Parts
+    scale: float
+    has_residual: bool
+
+
+def linear_fwd(
+    x: Float[Array, "tokens inner"],
+    weight: Float[Array, "outer inner"],
+    bias: Float[Array, " outer"] | None = None,
+    lora: LoRA | None = None,
+    residual: Float[Array, "tokens outer"] | None = None,
+    *,
+    parts: Parts = (),
+    scale: float = 1.0,
+    keep_x: bool = True,
+) -> tuple[Float[Array, "tokens outer"], LinearResiduals]:
+    """Returns y, and what linear_bwd needs.
+
+    ``parts`` are the row ranges [start, stop) of weight that ``lora`` adapts, ascending; none stands
+    for all rows. With ``keep_x`` off the residuals leave x out, and linear_bwd must be given it.
+    Raises ValueError when the adapter does not fit its parts, or a type is not that of x.
+    """
+    outer, inner = weight.shape
+    y = matmul(x, weight, transpose_b=True, bias=bias, c=residual)
+    t = None
+    if lora is not None:
+        parts = _checked(lora, parts, outer, inner)
+        t = matmul(x, lora.a, transpose_b=True)
+        spread = _spread(lora.b, parts, outer)
+        matmul(t, spread, transpose_b=True, out=y, accumulate=True, alpha=scale)
+    kept = x if keep_x else None
+    return y, LinearResiduals(kept, weight, bias, lora, t, parts, scale, residual is not None)
+
+
+def linear_bwd(
+    res: LinearResiduals,
+    dy: Float[Array, "tokens outer"],
+    *,
+    into: LinearInto | None = None,
+    need_dx: bool = True,
+    x: Float[Array, "tokens inner"] | None = None,
+) -> tuple[
+    Float[Array, "tokens inner"] | None,
+    Float[Array, "outer inner"] | None,
+    Float[Array, " outer"] | None,
+    LoRA | None,
+    Float[Array, "tokens outer"] | None,
+]:
+    """Returns (dx, dweight, dbias, dlora, dresidual): None for what is absent, frozen or unneeded.
+
+    ``x`` is the input, for residuals that left it out. Fresh gradients have their parameter's type.
+    """
+    into = LinearInto() if into is None else into
+    x = res.x if x is None else x
+    dt = None
+    if res.lora is not None and (need_dx or not _is_frozen(into.lora, "a")):
+        dt = matmul(dy, _spread(res.lora.b, res.parts, dy.shape[1]), alpha=res.scale)
+    dx = None
+    if need_dx:
+        dx = matmul(dy, res.weight)
+        if res.lora is not None:
+            matmul(dt, res.lora.a, out=dx, accumulate=True)
+    dweight = _weight_gradient(dy, x, into.weight, res.weight)
+    dbias = None
+    if res.bias is not None and into.bias is not FROZEN:
+        dbias = column_sum(dy, into=into.bias, dtype=res.bias.dtype)
+    dlora = None
+    if res.lora is not None and into.lora is not FROZEN:
+        dlora = _lora_gradient(res, dy, dt, x, LoRA(None, None) if into.lora is None else into.lora)
+    return dx, dweight, dbias, dlora, dy if res.has_residual else None
+
+
+def _is_frozen(into: Any, field: str) -> bool:
+    return into is FROZEN or (into is not None and getattr(into, field) is FROZEN)
+
+
+def _weight_gradient(dy: Any, x: Any, into: Any, weight: Any) -> Any:
+    """dy^T x, added to ``into`` inside the product."""
+    if into is FROZEN:
+        return None
+    require(x is not None, "linear_bwd: x was not kept (keep_x=False): pass x")
+    out, accumulate = destination(into, weight.shape, weight.dtype, like=dy)
+    return matmul(dy, x, transpose_a=True, out=out, accumulate=accumulate)
+
+
+def _lora_gradient(res: LinearResiduals, dy: Any, dt: Any, x: Any, into: LoRA) -> LoRA:
+    """The gradients of A, all parts at once, and of B, part by part straight into its rows."""
+    assert res.lora is not None and res.t is not None
+    da = _weight_gradient(dt, x, into.a, res.lora.a)
+    if isinstance(into.b, Frozen):
+        return LoRA(da, None)  # type: ignore[arg-type]
+    db, accumulate = destination(into.b, res.lora.b.shape, res.lora.b.dtype, like=dy)
+    rank, row = res.lora.b.shape[1], 0
+    for part, (start, stop) in enumerate(res.parts):
+        matmul(
+            dy[:, start:stop],
+            res.t[:, part * rank : (part + 1) * rank],
+            transpose_a=True,
+            out=db[row : row + stop - start],
+            accumulate=accumulate,
+            alpha=res.scale,
+        )
+        row += stop - start
+    return LoRA(da, db)
+
+
+def _checked(lora: LoRA, parts: Parts, outer: int, inner: int) -> Parts:
+    """The parts, given or implied, after a look at the adapter's shapes."""
+    parts = parts or ((0, outer),)
+    require(len(parts) <= MAX_PARTS, f"linear_fwd: at most {MAX_PARTS} parts, got {len(parts)}")
+    edges = [edge for part in parts for edge in part]
+    require(
+        edges == sorted(edges) and edges[0] >= 0 and edges[-1] <= outer,
+        f"linear_fwd: parts must be ascending row ranges of {outer} rows, got {parts}",
+    )
+    adapted, rank = sum(stop - start for start, stop in parts), lora.b.shape[1]
+    require(
+        lora.a.shape == (len(parts) * rank, inner) and lora.b.shape == (adapted, rank),
+        f"linear_fwd: {len(parts)} parts of rank {rank} take a ({len(parts) * rank}, {inner}) and "
+        f"b ({adapted}, {rank}), got {lora.a.shape} and {lora.b.shape}",
+    )
+    return parts
+
+
+def _spread(b: Any, parts: Parts, outer: int) -> Any:
+    """D of the head of this file: b itself when its one part is all rows."""
+    if parts == ((0, outer),):
+        return b
+    rank = b.shape[1]
+    if not on_device(b):
+        out, row = zeros((outer, len(parts) * rank), b.dtype, like=b), 0
+        for part, (start, stop) in enumerate(parts):
+            out[start:stop, part * rank : (part + 1) * rank] = b[row : row + stop - start]
+            row += stop - start
+        return out
+    require(b.flags.c_contiguous, "linear_fwd: lora.b must be contiguous")
+    out = empty((outer, len(parts) * rank), b.dtype, like=b)
+    edges = [edge for part in (*parts, *((0, 0),) * (MAX_PARTS - len(parts))) for edge in part]
+    SOURCE.launch(
+        "block_diagonal",
+        (ctype(b.dtype),),
+        -(-out.size // THREADS),
+        THREADS,
+        [out, b, outer, rank, len(parts), *edges],
+    )
+    return out
+
+
+def column_sum(
+    x: Float[Array, "rows columns"], *, into: Float[Array, " columns"] | None = None, dtype: Any
+) -> Float[Array, " columns"]:
+    """Sums each column in float32, in an order that the shape alone decides.
+
+    The sum is added to ``into`` (of ``dtype`` or float32), or returned as a fresh ``dtype`` array.
+    """
+    rows, columns = x.shape
+    if not on_device(x):
+        return store(upcast(x).sum(axis=0), into, dtype)
+    out, accumulate = destination(into, (columns,), dtype, like=x)
+    leading = columns if rows == 1 else x.strides[0] // x.itemsize
+    require(
+        columns == 1 or x.strides[1] == x.itemsize,
+        f"column_sum: rows of x must hold neighbouring elements, got strides {x.strides}",
+    )
+    slices = -(-rows // ROWS_PER_SLICE)
+    partial = empty((slices, columns), "float32", like=x)
+    width = vector_width(x.dtype)
+    address = x.ctypes.data if hasattr(x, "ctypes") else x.data.ptr
+    if columns % width or leading % width or address % 16:
+        width = 1
+    if slices:
+        SOURCE.launch(
+            "column_sum_partial",
+            (ctype(x.dtype), str(width)),
+            (-(-columns // (32 * width)), slices),
+            (32, 8),
+            [partial, x, np.int64(leading), rows, columns, ROWS_PER_SLICE],
+        )
+    SOURCE.launch(
+        "column_sum",
+        (ctype(out.dtype),),
+        -(-columns // THREADS),
+        THREADS,
+        [out, partial, slices, columns, accumulate],
+    )
+    return out
+
+
+def linear_ref(
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    lora: LoRA | None = None,
+    residual: Array | None = None,
+    *,
+    parts: Parts = (),
+    scale: float = 1.0,
+) -> Array:
+    """Reference of linear_fwd: with the whole weight that the adapter stands for."""
+    if lora is not None:
+        pieces, end, taken, rank = [], 0, 0, lora.b.shape[1]
+        for part, (start, stop) in enumerate(parts or ((0, weight.shape[0]),)):
+            b = lora.b[taken : taken + stop - start]
+            a = lora.a[part * rank : (part + 1) * rank]
+            pieces += [weight[end:start], weight[start:stop] + scale * (b @ a)]
+            end, taken = stop, taken + stop - start
+        weight = namespace(x).concatenate([*pieces, weight[end:]])
+    y = x @ weight.T
+    for term in (bias, residual):
+        if term is not None:
+            y = y + term
+    return y
+
+
+linear = Pair(linear_fwd, linear_bwd)

@@ -1,0 +1,208 @@
+"""The blocks that transformer layers are made of: written-out pairs over ops.
+
+Attention:  y = x + W_o attention(rope(qk_norm(W_qkv norm(x))))      MLP:  y = x + W_down swiglu(W_gate_up norm(x))
+
+The residual add happens inside the last matrix product, forward, and inside the norm's kernel, backward.
+``keep=False`` drops what is cheap to compute again (norm and activation outputs, rotated q and k); the
+backward then recomputes it.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+from jaxtyping import Float, Int32
+
+from surogate.kernels.arrays import Array
+from surogate.kernels.attention import attention_bwd, attention_fwd
+from surogate.kernels.batch import Docs
+from surogate.kernels.linear import LinearInto, linear_bwd, linear_fwd
+from surogate.kernels.qk_norm_rope import qk_norm_rope_bwd, qk_norm_rope_fwd
+from surogate.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+from surogate.kernels.rope import RopeTable
+from surogate.kernels.swiglu import swiglu_bwd, swiglu_fwd
+from surogate.models.config import ModelConfig
+from surogate.models.lora import LoraSpec
+from surogate.models.tree import Layer, LayerAdapter
+
+
+class Context(NamedTuple):
+    """What every layer of a micro-batch shares."""
+
+    docs: Docs
+    positions: Int32[Array, " tokens"]
+    table: RopeTable
+
+
+class Settings(NamedTuple):
+    """What does not change within a run."""
+
+    config: ModelConfig
+    lora: LoraSpec | None = None
+
+    def adapter(self, field: str) -> dict[str, Any]:
+        """Settings of the linear op for one weight's adapter."""
+        if self.lora is None:
+            return {}
+        return {"parts": _parts(self.lora, self.config, field), "scale": self.lora.scale}
+
+
+@functools.cache
+def _parts(lora: LoraSpec, config: ModelConfig, field: str) -> tuple[tuple[int, int], ...]:
+    return lora.parts(config, field)
+
+
+class AttentionResiduals(NamedTuple):
+    norm: Any
+    qkv: Any
+    rope: Any
+    attention: Any  # under keep=False: (o, lse) alone, q k and v are rotated again
+    out: Any
+
+
+class MLPResiduals(NamedTuple):
+    norm: Any
+    gate_up: Any
+    swiglu: Any
+    down: Any
+
+
+def part_of(tree: Any, name: str) -> Any:
+    """A field of a tree; None where there is no tree."""
+    return None if tree is None else getattr(tree, name)
+
+
+def attention_block_fwd(
+    x: Float[Array, "tokens hidden"],
+    layer: Layer,
+    adapter: LayerAdapter | None,
+    *,
+    context: Context,
+    settings: Settings,
+    window: int | None,
+    keep: bool = True,
+) -> tuple[Float[Array, "tokens hidden"], AttentionResiduals]:
+    """Returns x + attention(norm(x)) and what the backward needs."""
+    config = settings.config
+    n, norm = rmsnorm_fwd(x, layer.attn_norm, eps=config.eps)
+    flat, qkv = linear_fwd(
+        n, layer.w_qkv, layer.b_qkv, part_of(adapter, "qkv"), **settings.adapter("w_qkv")
+    )
+    (q, k, v), rope = rotate(flat, layer, context, config)
+    o, attention = attention_fwd(
+        q, k, v, docs=context.docs, scale=config.head_dim**-0.5, window=window
+    )
+    y, out = linear_fwd(
+        o.reshape(len(x), -1), layer.w_o, None, part_of(adapter, "o"), x, **settings.adapter("w_o")
+    )
+    if not keep:
+        qkv = qkv._replace(x=None)
+    return y, AttentionResiduals(norm, qkv, rope, attention, out)
+
+
+def rotate(flat: Array, layer: Layer, context: Context, config: ModelConfig) -> Any:
+    """Splits a fused projection into q, k and v, and normalises and rotates q and k."""
+    heads = config.heads + 2 * config.kv_heads
+    return qk_norm_rope_fwd(
+        flat.reshape(len(flat), heads, config.head_dim),
+        layer.q_norm,
+        layer.k_norm,
+        table=context.table,
+        positions=context.positions,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        eps=config.eps,
+    )
+
+
+def attention_block_bwd(
+    res: AttentionResiduals,
+    dy: Float[Array, "tokens hidden"],
+    *,
+    layer: Layer,
+    settings: Settings,
+    into: tuple[Layer, LayerAdapter | None] | None = None,
+) -> tuple[Float[Array, "tokens hidden"], dict[str, Any], dict[str, Any]]:
+    """Returns dx, the gradients of the layer's fields that this block uses, and those of its adapters."""
+    weights, adapters = into if into is not None else (None, None)
+    config = settings.config
+    do, d_w_o, _, d_o, _ = linear_bwd(
+        res.out, dy, into=LinearInto(part_of(weights, "w_o"), None, part_of(adapters, "o"))
+    )
+    packed = attention_bwd(res.attention, do.reshape(len(dy), config.heads, config.head_dim))
+    dqkv, d_q_norm, d_k_norm = qk_norm_rope_bwd(
+        res.rope,
+        *packed[:3],
+        into=(part_of(weights, "q_norm"), part_of(weights, "k_norm")),
+    )
+    x = res.qkv.x
+    if x is None:
+        x = rmsnorm_fwd(res.norm.x, layer.attn_norm, eps=config.eps)[0]
+    dn, d_w_qkv, d_b_qkv, d_qkv, _ = linear_bwd(
+        res.qkv,
+        dqkv.reshape(len(dy), -1),
+        into=LinearInto(part_of(weights, "w_qkv"), part_of(weights, "b_qkv"), part_of(adapters, "qkv")),
+        x=x,
+    )
+    dx, d_attn_norm = rmsnorm_bwd(res.norm, dn, dresidual=dy, into=part_of(weights, "attn_norm"))
+    grads = dict(
+        attn_norm=d_attn_norm,
+        w_qkv=d_w_qkv,
+        b_qkv=d_b_qkv,
+        q_norm=d_q_norm,
+        k_norm=d_k_norm,
+        w_o=d_w_o,
+    )
+    return dx, grads, dict(qkv=d_qkv, o=d_o)
+
+
+def mlp_block_fwd(
+    x: Float[Array, "tokens hidden"],
+    layer: Layer,
+    adapter: LayerAdapter | None,
+    *,
+    settings: Settings,
+    keep: bool = True,
+) -> tuple[Float[Array, "tokens hidden"], MLPResiduals]:
+    """Returns x + mlp(norm(x)) and what the backward needs."""
+    n, norm = rmsnorm_fwd(x, layer.mlp_norm, eps=settings.config.eps)
+    both, gate_up = linear_fwd(
+        n, layer.w_gate_up, None, part_of(adapter, "gate_up"), **settings.adapter("w_gate_up")
+    )
+    a, swiglu = swiglu_fwd(both)
+    y, down = linear_fwd(
+        a, layer.w_down, None, part_of(adapter, "down"), x, **settings.adapter("w_down")
+    )
+    if not keep:
+        gate_up, down = gate_up._replace(x=None), down._replace(x=None)
+    return y, MLPResiduals(norm, gate_up, swiglu, down)
+
+
+def mlp_block_bwd(
+    res: MLPResiduals,
+    dy: Float[Array, "tokens hidden"],
+    *,
+    layer: Layer,
+    settings: Settings,
+    into: tuple[Layer, LayerAdapter | None] | None = None,
+) -> tuple[Float[Array, "tokens hidden"], dict[str, Any], dict[str, Any]]:
+    """Returns dx, the gradients of the layer's fields that this block uses, and those of its adapters."""
+    weights, adapters = into if into is not None else (None, None)
+    a = res.down.x if res.down.x is not None else swiglu_fwd(res.swiglu.gate_up)[0]
+    da, d_w_down, _, d_down, _ = linear_bwd(
+        res.down, dy, into=LinearInto(part_of(weights, "w_down"), None, part_of(adapters, "down")), x=a
+    )
+    del a
+    d_both = swiglu_bwd(res.swiglu, da)
+    del da
+    n = res.gate_up.x
+    if n is None:
+        n = rmsnorm_fwd(res.norm.x, layer.mlp_norm, eps=settings.config.eps)[0]
+    dn, d_w_gate_up, _, d_gate_up, _ = linear_bwd(
+        res.gate_up,
+        d_both,
+        into=LinearInto(part_of(weights, "w_gate_up"), None, part_of(adapters, "gate_up")),
+        x=n,
+    )
+    dx, d_mlp_norm = rmsnorm_bwd(res.norm, dn, dresidual=dy, into=part_of(weights, "mlp_norm"))
+    grads = dict(mlp_norm=d_mlp_norm, w_gate_up=d_w_gate_up, w_down=d_w_down)
+    return dx, grads, dict(gate_up=d_gate_up, down=d_down)

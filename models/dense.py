@@ -1,0 +1,269 @@
+"""Dense decoder-only transformers: Qwen2/2.5, Qwen3 and Llama 3, forward, backward and loss.
+
+    x = embed[tokens];  x = mlp(attention(x)) for each layer;  loss = cross entropy of head(norm(x))
+
+What differs between the three is in the configuration alone: biases on q, k and v (Qwen2), norms of q and
+k (Qwen3), the rotary frequencies and the windows.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from surogate.kernels.arrays import Array
+from surogate.kernels.batch import Batch
+from surogate.kernels.embedding import embedding_bwd, embedding_fwd
+from surogate.kernels.lm_head import (
+    LossOutputs,
+    lm_head_loss_and_grad,
+    lm_head_loss_fwd,
+    lm_logits,
+)
+from surogate.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+from surogate.kernels.rope import RopeTable, rope_frequencies, rope_table
+from surogate.models.blocks import (
+    Context,
+    Settings,
+    attention_block_bwd,
+    attention_block_fwd,
+    mlp_block_bwd,
+    mlp_block_fwd,
+)
+from surogate.models.config import ModelConfig
+from surogate.models.stack import (
+    Collected,
+    LayerPair,
+    Recompute,
+    Resident,
+    stack_bwd,
+    stack_fwd,
+)
+from surogate.models.tree import Adapter, Layer, LayerAdapter, Model
+
+
+class LayerResiduals(NamedTuple):
+    attention: Any
+    mlp: Any
+
+
+class HiddenResiduals(NamedTuple):
+    """Of the whole body: one entry a layer, and the final norm's."""
+
+    layers: list[Any]
+    norm: Any
+
+
+class Grads(NamedTuple):
+    """Gradients, or their destinations: of the model, and of the adapter where there is one."""
+
+    model: Any
+    adapter: Any
+
+
+def rotary_table(config: ModelConfig, length: int) -> RopeTable:
+    """cos and sin of positions 0..length-1 (NumPy, float32)."""
+    rope = config.rope
+    frequencies, factor = rope_frequencies(
+        config.head_dim, sequence_len=length, **rope.frequency_settings()
+    )
+    return rope_table(frequencies, factor, positions=length)
+
+
+def layer_fwd(
+    layer: Layer,
+    adapter: LayerAdapter | None,
+    x: Float[Array, "tokens hidden"],
+    *,
+    context: Context,
+    settings: Settings,
+    window: int | None = None,
+    keep: bool = True,
+) -> tuple[Float[Array, "tokens hidden"], LayerResiduals]:
+    """One layer: attention, then MLP."""
+    x, attention = attention_block_fwd(
+        x, layer, adapter, context=context, settings=settings, window=window, keep=keep
+    )
+    x, mlp = mlp_block_fwd(x, layer, adapter, settings=settings, keep=keep)
+    return x, LayerResiduals(attention, mlp)
+
+
+def layer_bwd(
+    layer: Layer,
+    res: LayerResiduals,
+    dy: Float[Array, "tokens hidden"],
+    *,
+    settings: Settings,
+    into: tuple[Layer, LayerAdapter | None] | None = None,
+) -> tuple[Float[Array, "tokens hidden"], tuple[Layer, LayerAdapter | None]]:
+    """Returns dx and the gradients of the layer and of its adapter."""
+    dx, of_mlp, of_mlp_adapter = mlp_block_bwd(
+        res.mlp, dy, layer=layer, settings=settings, into=into
+    )
+    dx, of_attention, of_attention_adapter = attention_block_bwd(
+        res.attention, dx, layer=layer, settings=settings, into=into
+    )
+    adapter = LayerAdapter(**of_attention_adapter, **of_mlp_adapter) if settings.lora else None
+    return dx, (Layer(**of_attention, **of_mlp), adapter)
+
+
+def _layer_pair(context: Context, settings: Settings) -> LayerPair:
+    windows = settings.config.windows
+
+    def fwd(params: Any, x: Array, index: int, keep: bool) -> Any:
+        return layer_fwd(
+            *params, x, context=context, settings=settings, window=windows[index], keep=keep
+        )
+
+    def bwd(params: Any, res: Any, dy: Array, index: int, into: Any) -> Any:
+        return layer_bwd(params[0], res, dy, settings=settings, into=into)
+
+    return LayerPair(fwd, bwd)
+
+
+def adapters_of(model: Model, adapter: Adapter | None) -> tuple[LayerAdapter | None, ...]:
+    """The adapter of each layer."""
+    return adapter.layers if adapter is not None else (None,) * len(model.layers)
+
+
+def _layers(model: Model, adapter: Adapter | None) -> tuple[Any, ...]:
+    return tuple(zip(model.layers, adapters_of(model, adapter), strict=True))
+
+
+def hidden_fwd(
+    model: Model,
+    adapter: Adapter | None,
+    batch: Batch,
+    *,
+    table: RopeTable,
+    settings: Settings,
+    recompute: Recompute = "none",
+) -> tuple[Float[Array, "tokens hidden"], HiddenResiduals]:
+    """The normed hidden state that the head multiplies."""
+    x, _ = embedding_fwd(model.embed, tokens=batch.tokens)
+    pair = _layer_pair(Context(batch.docs, batch.positions, table), settings)
+    x, layers = stack_fwd(Resident(_layers(model, adapter)), x, pair, recompute=recompute)
+    y, norm = rmsnorm_fwd(x, model.norm, eps=settings.config.eps)
+    return y, HiddenResiduals(layers, norm)
+
+
+def hidden_bwd(
+    model: Model,
+    adapter: Adapter | None,
+    res: HiddenResiduals,
+    dy: Float[Array, "tokens hidden"],
+    *,
+    batch: Batch,
+    table: RopeTable,
+    settings: Settings,
+    recompute: Recompute = "none",
+    into: Grads | None = None,
+) -> tuple[Float[Array, "tokens hidden"], Any, tuple[Any, ...]]:
+    """Returns the gradient of the embedded tokens, of the final norm and of (layer, adapter) pairs.
+
+    Consumes ``res``: a layer's residuals are freed when its backward is done.
+    """
+    buffers = None if into is None else _layers(into.model, into.adapter)
+    dx, d_norm = rmsnorm_bwd(res.norm, dy, into=None if into is None else into.model.norm)
+    pair = _layer_pair(Context(batch.docs, batch.positions, table), settings)
+    sink = Collected(buffers, len(model.layers))
+    source = Resident(_layers(model, adapter))
+    dx = stack_bwd(source, res.layers, dx, sink, pair, recompute=recompute)
+    return dx, d_norm, tuple(sink.grads)
+
+
+def head_weight(model: Model) -> Float[Array, "vocab hidden"]:
+    """The output projection: the embedding where they are tied."""
+    return model.embed if model.head is None else model.head
+
+
+def loss_fwd(
+    model: Model,
+    adapter: Adapter | None,
+    batch: Batch,
+    *,
+    table: RopeTable,
+    settings: Settings,
+    chunk: int | None = None,
+) -> LossOutputs:
+    """Sum of the negative log-likelihood, count of supervised tokens, and log-probabilities."""
+    x, _ = hidden_fwd(model, adapter, batch, table=table, settings=settings, recompute="block")
+    outputs, _ = lm_head_loss_fwd(x, head_weight(model), labels=batch.labels, chunk=chunk)
+    return outputs
+
+
+def loss_and_grads(
+    model: Model,
+    adapter: Adapter | None,
+    batch: Batch,
+    *,
+    table: RopeTable,
+    settings: Settings,
+    recompute: Recompute = "none",
+    chunk: int | None = None,
+    into: Grads | None = None,
+    totals: Any = None,
+) -> tuple[LossOutputs, Grads]:
+    """Loss of a micro-batch and the gradients of its SUM, added into ``into`` where buffers are given.
+
+    ``into`` holds arrays to add to, FROZEN leaves to leave out, or None for fresh gradients of
+    everything. ``totals`` are (nll_sum, count) arrays that the outputs are added to.
+    """
+    x, res = hidden_fwd(model, adapter, batch, table=table, settings=settings, recompute=recompute)
+    destinations = (
+        Model(None, (None,) * len(model.layers), None, None) if into is None else into.model
+    )
+    tied = model.head is None
+    outputs, dx, d_head = lm_head_loss_and_grad(
+        x,
+        head_weight(model),
+        labels=batch.labels,
+        chunk=chunk,
+        into=destinations.embed if tied else destinations.head,
+        totals=totals,
+    )
+    del x
+    dx, d_norm, layers = hidden_bwd(
+        model,
+        adapter,
+        res,
+        dx,
+        batch=batch,
+        table=table,
+        settings=settings,
+        recompute=recompute,
+        into=into,
+    )
+    d_embed = embedding_bwd(
+        embedding_residuals(model, batch),
+        dx,
+        into=d_head if tied and into is None else destinations.embed,
+    )
+    grads = Model(d_embed, tuple(layer for layer, _ in layers), d_norm, None if tied else d_head)
+    of_adapter = Adapter(tuple(a for _, a in layers)) if adapter is not None else None
+    return outputs, Grads(grads, of_adapter)
+
+
+def logits(
+    model: Model,
+    adapter: Adapter | None,
+    batch: Batch,
+    *,
+    table: RopeTable,
+    settings: Settings,
+) -> Float[Array, "tokens vocab"]:
+    """Logits of every position, float32."""
+    x, _ = hidden_fwd(model, adapter, batch, table=table, settings=settings, recompute="block")
+    return lm_logits(x, head_weight(model))
+
+
+def embedding_residuals(model: Model, batch: Batch) -> Any:
+    """What embedding_bwd needs, without running the forward."""
+    from surogate.kernels.embedding import EmbeddingResiduals
+
+    return EmbeddingResiduals(model.embed, batch.tokens)
+
+
+def dtype_of(model: Model) -> np.dtype:
+    """The dtype that a model computes in."""
+    return model.embed.dtype

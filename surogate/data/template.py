@@ -1,0 +1,162 @@
+"""Chat templates: Jinja programs that come with a model and write a conversation as one text.
+
+They render as in transformers' `apply_chat_template`: a sandbox without side effects, blocks that
+leave no blank lines, `break` and `continue`, `raise_exception`, `strftime_now`, `tojson` that keeps
+characters as they are, the special tokens by name, and `{% generation %}` as a plain block. A test
+holds the two to the same text.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from surogate.errors import UserError
+
+# Other names of the reasoning in a message; templates read the first, gpt-oss's the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+# What a template that does not fit a conversation raises, besides Jinja's own errors.
+_MISFIT = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}` writes its body and nothing else."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class _PlainNamespace(Namespace):
+    """Jinja's namespace without names that begin with an underscore, which reach into Python."""
+
+    def __init__(*args: Any, **values: Any) -> None:
+        for name in dict(*args[1:], **values):
+            _refuse_private(name)
+        Namespace.__init__(*args, **values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        Namespace.__setitem__(self, name, value)
+
+
+def _refuse_private(name: str) -> None:
+    if name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold the private name {name}")
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _now
+    environment.globals["namespace"] = _PlainNamespace
+    return environment
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str | None:
+    """The reasoning that a message carries in a field of its own."""
+    return next((message[name] for name in _REASONING if message.get(name) is not None), None)
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    reasoning = reasoning_of(message)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+class ChatTemplate:
+    """One template, or several by name: `tool_use` when there are tools, else `default`.
+
+    special_tokens are the named ones (bos_token and so on), which the template may write.
+    """
+
+    def __init__(
+        self, source: str | Mapping[str, str], *, name: str, special_tokens: Mapping[str, str]
+    ) -> None:
+        self.sources = {"default": source} if isinstance(source, str) else dict(source)
+        self.special_tokens = dict(special_tokens)
+        self._name = name
+        self._compiled: dict[str, Callable[..., str]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:  # compiled templates do not pickle
+        return (_rebuild, (self.sources, self._name, self.special_tokens))
+
+    def _renderer(self, tools: object) -> Callable[..., str]:
+        key = "tool_use" if tools and "tool_use" in self.sources else "default"
+        if key not in self.sources:
+            names = ", ".join(sorted(self.sources))
+            raise UserError(f"{self._name}: no chat template is named 'default', has: {names}")
+        if key not in self._compiled:
+            try:
+                self._compiled[key] = _environment().from_string(self.sources[key]).render
+            except jinja2.TemplateSyntaxError as error:
+                raise UserError(
+                    f"{self._name}: the chat template is invalid at line {error.lineno}: {error}"
+                ) from None
+        return self._compiled[key]
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        place: str = "",
+        **settings: Any,
+    ) -> str:
+        """The text of the messages; settings are further variables, such as enable_thinking.
+
+        Raises UserError that begins with place when the template refuses the messages.
+        """
+        render = self._renderer(tools)
+        try:
+            return render(
+                messages=[_with_reasoning(message) for message in messages],
+                tools=list(tools) if tools else None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **{**self.special_tokens, **settings},
+            )
+        except _MISFIT as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(
+                f"{place or self._name}: the chat template refuses the conversation: {reason}"
+            ) from None
+
+
+def _rebuild(sources: dict[str, str], name: str, special_tokens: dict[str, str]) -> ChatTemplate:
+    return ChatTemplate(sources, name=name, special_tokens=special_tokens)

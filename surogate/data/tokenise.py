@@ -1,0 +1,281 @@
+"""Rows to tokens, in order and in bounded memory, on all cores.
+
+Rows are taken in batches of about a megabyte of text, so that no worker gets all the long ones. A
+batch is read, rendered and tokenised by an `Encoder`. A small data set stays in this process, where
+the tokenizer library spreads a batch over its threads; a larger one goes to worker processes,
+because rendering chat templates is Python. At most two batches a worker wait, and results come back
+in the order of the rows.
+
+A document of raw text is everything a target: its tokens and the end-of-sequence token behind them.
+In a conversation a token is a target if it lies wholly in a target span of characters.
+"""
+
+import multiprocessing
+import re
+import signal
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int32, Int64
+
+from surogate.data.chat import LossScale, render_targets
+from surogate.data.formats import Conversation, Layout, Text, read_row
+from surogate.data.sources import Row
+from surogate.data.vocabulary import Vocabulary, load_tokenizer
+from surogate.errors import UserError
+
+_BATCH_ROWS = 512
+_BATCH_CHARS = 1 << 20
+_PIECE = 1 << 19  # characters of a long text that are tokenised at a time
+_CUT = re.compile(r"(?<=\S)\n(?=\w)")
+
+
+class Chunk(NamedTuple):
+    """Tokenised documents, one after another."""
+
+    tokens: Int32[np.ndarray, " tokens"]
+    supervised: Bool[np.ndarray, " tokens"]  # this token is a target of the one before it
+    lengths: Int64[np.ndarray, " documents"]
+    rows: Int64[np.ndarray, " documents"]  # which row of the whole stream each came from
+
+
+class _Document(NamedTuple):
+    text: str
+    spans: list[tuple[int, int]] | None  # None: raw text
+    append_eos: bool
+    row: int
+
+
+class Encoder:
+    """Reads, renders and tokenises batches of rows of one model's data.
+
+    vocab_size is the number of embedding rows; an id beyond it raises UserError with the row.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, *, vocab_size: int, loss_scale: LossScale, threads: bool
+    ) -> None:
+        self.vocabulary = vocabulary
+        self.vocab_size = vocab_size
+        self.loss_scale = loss_scale
+        self.threads = threads
+
+    def encode(self, layout: Layout, rows: Sequence[tuple[int, Row]]) -> Chunk:
+        """Tokenises rows, each with its index in the stream. One row may give several documents."""
+        documents: list[_Document] = []
+        for index, row in rows:
+            documents += self._documents(index, row, read_row(layout, row))
+        places = {index: row.place for index, row in rows}
+        ids, masks = [], []
+        for document, (tokens, mask) in zip(documents, self._tokenise(documents), strict=True):
+            if len(tokens) and int(tokens.max()) >= self.vocab_size:
+                raise UserError(
+                    f"{places[document.row]}: token id {tokens.max()} is not below the model's "
+                    f"vocab_size {self.vocab_size}; the tokenizer belongs to another model"
+                )
+            ids.append(tokens)
+            masks.append(mask)
+        return Chunk(
+            np.concatenate([*ids, np.empty(0, np.int32)]),
+            np.concatenate([*masks, np.empty(0, np.bool_)]),
+            np.array([len(tokens) for tokens in ids], np.int64),
+            np.array([document.row for document in documents], np.int64),
+        )
+
+    def _documents(self, index: int, row: Row, record: Text | Conversation) -> list[_Document]:
+        vocabulary = self.vocabulary
+        if isinstance(record, Text):
+            # An empty text is a document of no tokens, which packing counts as left out.
+            return [_Document(record.text, None if record.text else [], bool(record.text), index)]
+        if vocabulary.template is None:
+            raise UserError(
+                f"{row.place}: a conversation needs a chat template and {vocabulary.folder} has "
+                "none; add chat_template.jinja there, or train on type text"
+            )
+        rendered = render_targets(
+            vocabulary.template, record, loss_scale=self.loss_scale, place=row.place
+        )
+        return [_Document(r.text, r.spans, not r.terminated, index) for r in rendered]
+
+    def _tokenise(
+        self, documents: Sequence[_Document]
+    ) -> Iterator[tuple[Int32[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]]:
+        vocabulary = self.vocabulary
+        if vocabulary.eos is None and any(document.append_eos for document in documents):
+            raise UserError(
+                f"{vocabulary.folder}: names no end-of-sequence token, so the model would never "
+                "learn to stop; set eos_token in tokenizer_config.json"
+            )
+        raw = iter(self._texts([d.text for d in documents if d.spans is None]))
+        chats = iter(self._encodings([d.text for d in documents if d.spans is not None]))
+        for document in documents:
+            if document.spans is None:
+                tokens = np.array([*vocabulary.prefix, *next(raw)], np.int32)
+                mask = np.ones(len(tokens), np.bool_)
+            else:
+                encoding = next(chats)
+                tokens = np.array(encoding.ids, np.int32)
+                mask = _within(encoding.offsets, document.spans)
+            if document.append_eos:
+                learned = document.spans is None or bool(document.spans)
+                tokens = np.append(tokens, np.array([vocabulary.eos], np.int32))
+                mask = np.append(mask, np.array([learned]))
+            yield tokens, mask
+
+    def _encodings(self, texts: Sequence[str]) -> list[Any]:
+        tokenizer = self.vocabulary.tokenizer
+        if self.threads:
+            return tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+    def _texts(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """Ids of raw texts; a long one goes through in pieces, so that memory stays bounded."""
+        tokenizer = self.vocabulary.tokenizer
+        short = [text for text in texts if len(text) <= _PIECE]
+        encode = tokenizer.encode_batch_fast
+        groups = [short] if self.threads else [[text] for text in short]
+        done = iter([e.ids for g in groups for e in encode(g, add_special_tokens=False)])
+        for text in texts:
+            if len(text) <= _PIECE:
+                yield next(done)
+            else:
+                pieces = _pieces(text, tokenizer)
+                yield [i for p in pieces for i in encode([p], add_special_tokens=False)[0].ids]
+
+
+def _within(
+    offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
+) -> Bool[np.ndarray, " tokens"]:
+    """Which tokens lie in one of the ascending, disjoint spans."""
+    if not spans or not offsets:
+        return np.zeros(len(offsets), np.bool_)
+    begin, end = np.array(offsets, np.int64).T
+    span_begin, span_end = np.array(spans, np.int64).T
+    last = np.searchsorted(span_begin, begin, side="right") - 1
+    return (last >= 0) & (begin < span_end[last]) & (end <= span_end[last])
+
+
+def _pieces(text: str, tokenizer: Any) -> Iterator[str]:
+    """Cuts a long text at ends of lines where the cut provably changes no token around it."""
+    begin = 0
+    for match in _CUT.finditer(text):
+        end = match.end()
+        if end - begin < _PIECE:
+            continue
+        left, right = text[max(begin, end - 512) : end], text[end : end + 512]
+        whole, before, after = (
+            tokenizer.encode(part, add_special_tokens=False).ids
+            for part in (left + right, left, right)
+        )
+        if whole == before + after:
+            yield text[begin:end]
+            begin = end
+    yield text[begin:]
+
+
+class EncoderSettings(NamedTuple):
+    """What a worker process needs to make its own Encoder."""
+
+    folder: Path
+    tokenizer_file: Path
+    vocab_size: int
+    loss_scale: LossScale
+
+
+_worker: Encoder | None = None
+
+
+def _start_worker(settings: EncoderSettings) -> None:
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides
+    _worker = Encoder(
+        load_tokenizer(settings.folder, settings.tokenizer_file),
+        vocab_size=settings.vocab_size,
+        loss_scale=settings.loss_scale,
+        threads=False,
+    )
+
+
+def _work(layout: Layout, rows: Sequence[tuple[int, Row]]) -> Chunk:
+    assert _worker is not None
+    return _worker.encode(layout, rows)
+
+
+Job = tuple[Layout, list[tuple[int, Row]]]
+
+
+def tokenise(
+    vocabulary: Vocabulary,
+    jobs: Iterable[Job],
+    *,
+    vocab_size: int,
+    loss_scale: LossScale,
+    workers: int,
+    in_process: int = 4,
+) -> Iterator[Chunk]:
+    """Tokenises batches of rows in their order.
+
+    workers processes take over when there are more than one of them and more than in_process
+    batches. Raises the UserError of the first bad row.
+    """
+    jobs = iter(jobs)
+    first = list(islice(jobs, in_process + 1)) if workers > 1 else []
+    if len(first) > in_process:
+        settings = EncoderSettings(vocabulary.folder, vocabulary.file, vocab_size, loss_scale)
+        yield from _in_workers(settings, chain(first, jobs), workers)
+        return
+    encoder = Encoder(vocabulary, vocab_size=vocab_size, loss_scale=loss_scale, threads=True)
+    for layout, rows in chain(first, jobs):
+        yield encoder.encode(layout, rows)
+
+
+def _in_workers(settings: EncoderSettings, jobs: Iterator[Job], workers: int) -> Iterator[Chunk]:
+    pool = ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(settings,),
+    )
+    waiting: deque[Future[Chunk]] = deque()
+    try:
+        for job in jobs:
+            waiting.append(pool.submit(_work, *job))
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise UserError(
+            "a tokenising process died, most likely for lack of memory; "
+            "lower dataloader_num_workers"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def batches(rows: Iterable[tuple[int, Row]]) -> Iterator[list[tuple[int, Row]]]:
+    """Groups numbered rows by count and by size of text."""
+    batch: list[tuple[int, Row]] = []
+    size = 0
+    for item in rows:
+        batch.append(item)
+        size += _size(item[1].data)
+        if len(batch) >= _BATCH_ROWS or size >= _BATCH_CHARS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_size, value.values()))
+    return sum(map(_size, value)) if isinstance(value, list) else 1

@@ -1,0 +1,220 @@
+"""One training step on one device: micro-batches that add up gradients, then one update.
+
+Everything lies in arrays that stay where they are, so that on a card both halves are recorded into CUDA
+graphs once and replayed; without graphs the same functions run eagerly and give the same bits.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from surogate.device import Device
+from surogate.kernels import tree
+from surogate.kernels.arrays import FROZEN
+from surogate.kernels.batch import IGNORED, Batch, Docs
+from surogate.kernels.capture import capture
+from surogate.kernels.grad_norm import grad_norm, grad_table
+from surogate.models import dense
+from surogate.models.blocks import Settings
+from surogate.models.stack import Recompute
+from surogate.models.tree import Adapter, Model
+from surogate.optim.adamw import AdamWConfig, AdamWPlan, AdamWState, init
+from surogate.optim.clip import limit
+
+
+class StepResult(NamedTuple):
+    """What an update did, on the host."""
+
+    nll: float  # sum over supervised tokens, nats
+    count: int  # supervised tokens
+    norm: float  # of the mean gradient, before clipping
+    applied: bool  # False: the gradient was not finite, nothing changed
+
+    @property
+    def loss(self) -> float:
+        """Nats per supervised token."""
+        return self.nll / self.count if self.count else float("nan")
+
+
+class StepOptions(NamedTuple):
+    """What decides how a step is computed, beside the model."""
+
+    tokens: int  # of a micro-batch
+    recompute: Recompute
+    chunk: int | None  # tokens whose logits exist at a time
+    gradient_dtype: np.dtype
+    max_grad_norm: float
+    graphs: bool
+
+
+class TrainStep:
+    """The arrays of a run and the two functions over them.
+
+    ``model`` and ``adapter`` are updated in place; with an adapter the model is frozen.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        model: Model,
+        adapter: Adapter | None,
+        settings: Settings,
+        optimizer: AdamWConfig,
+        options: StepOptions,
+    ) -> None:
+        self.device, self.settings, self.options = device, settings, options
+        self.optimizer = optimizer
+        self.model, self.adapter = model, adapter
+        self.trainable: Any = model if adapter is None else adapter
+        self.state: AdamWState = init(self.trainable, optimizer)
+        zeros = device.library.zeros
+        self.grads = tree.map(lambda p: zeros(p.shape, options.gradient_dtype), self.trainable)
+        frozen = tree.map(lambda _: FROZEN, model)
+        self._into = (
+            dense.Grads(self.grads, None) if adapter is None else dense.Grads(frozen, self.grads)
+        )
+        self._plan = AdamWPlan(self.trainable, self.grads, self.state, optimizer)
+        self._norms = grad_table(tree.leaves(self.grads))
+        self._table = device.put(dense.rotary_table(settings.config, options.tokens))
+        self._nll, self._count = zeros(1, np.float32), zeros(1, np.int32)
+        self._out = (zeros(1, np.float32), zeros(1, np.int32), zeros(3, np.float32))
+        self._feed = Feed(device, options.tokens)
+        self._micro: Callable[[], Any] = self._run_micro
+        self._update: Callable[[], Any] = self._run_update
+        if options.graphs:
+            self._record()
+
+    def micro(self, batch: Batch) -> None:
+        """Adds a micro-batch's loss and gradients to the step's."""
+        self._feed.write(batch)
+        self._micro()
+
+    def update(self, lr: float) -> "Pending":
+        """Clips, divides by the count of supervised tokens, updates, and starts the next step from zero.
+
+        Does not wait for the card: the result is read when ``Pending.result`` is called.
+        """
+        self.state = self.state._replace(step=self.state.step + 1)
+        self._plan.write_scalars_(lr=lr, step=self.state.step)
+        self._update()
+        return Pending(self.device, self._out)
+
+    def evaluate(self, batch: Batch) -> tuple[float, int]:
+        """Sum of the negative log-likelihood of a micro-batch, and its count of supervised tokens."""
+        self._feed.write(batch)
+        outputs = dense.loss_fwd(
+            self.model,
+            self.adapter,
+            self._feed.batch,
+            table=self._table,
+            settings=self.settings,
+            chunk=self.options.chunk,
+        )
+        return float(outputs.nll_sum), int(outputs.count)
+
+    def _run_micro(self) -> None:
+        dense.loss_and_grads(
+            self.model,
+            self.adapter,
+            self._feed.batch,
+            table=self._table,
+            settings=self.settings,
+            recompute=self.options.recompute,
+            chunk=self.options.chunk,
+            into=self._into,
+            totals=(self._nll, self._count),
+        )
+
+    def _run_update(self) -> None:
+        norm = grad_norm(self._norms, self._count, max_norm=limit(self.options.max_grad_norm))
+        self._plan.launch_(norm, zero_grad=True)
+        for out, value in zip(self._out, (self._nll, self._count, norm), strict=True):
+            out[...] = value
+        self._nll.fill(0)
+        self._count.fill(0)
+
+    def _record(self) -> None:
+        """Records both halves. The trial runs see no supervised token, so no update is applied."""
+        self._feed.write(padding(self.options.tokens))
+        self._plan.write_scalars_(lr=0.0, step=1)
+        self._micro = capture(self._run_micro)
+        self._update = capture(self._run_update)
+        self._update()
+        self.device.synchronize()
+
+
+class Pending:
+    """An update whose result may still be on its way from the card."""
+
+    def __init__(self, device: Device, out: tuple[Any, Any, Any]) -> None:
+        if device.kind == "cpu":
+            self._values, self._event = tuple(o.copy() for o in out), None
+            return
+        cuda = device.library.cuda
+        stream = cuda.get_current_stream()
+        self._values = tuple(cupy_to_pinned(device, o, stream) for o in out)
+        self._event = cuda.Event()
+        self._event.record(stream)
+
+    def result(self) -> StepResult:
+        """Waits for this update alone."""
+        if self._event is not None:
+            self._event.synchronize()
+        nll, count, norm = self._values
+        return StepResult(float(nll[0]), int(count[0]), float(norm[0]), bool(norm[2]))
+
+
+def cupy_to_pinned(device: Device, x: Any, stream: Any) -> np.ndarray:
+    """A copy in page-locked memory that the stream fills in its turn."""
+    memory = device.library.cuda.alloc_pinned_memory(x.nbytes)
+    host = np.frombuffer(memory, x.dtype, x.size)
+    x.get(stream=stream, out=host.reshape(x.shape), blocking=False)
+    return host
+
+
+class Feed:
+    """The micro-batch at a fixed place on the device, written from the host without waiting."""
+
+    SLOTS = 8  # page-locked copies: how many micro-batches the host may run ahead
+
+    def __init__(self, device: Device, tokens: int) -> None:
+        self._device = device
+        rows = device.library.zeros((5, tokens), np.int32)
+        self._rows = rows
+        self.batch = Batch(rows[0], rows[1], rows[2], Docs(rows[3], rows[4]))
+        self._slots: deque[Any] = deque()
+        if device.kind == "cuda":
+            cuda = device.library.cuda
+            for _ in range(self.SLOTS):
+                memory = cuda.alloc_pinned_memory(rows.nbytes)
+                host = np.frombuffer(memory, np.int32, rows.size).reshape(rows.shape)
+                self._slots.append((host, cuda.Event()))
+
+    def write(self, batch: Batch) -> None:
+        """Puts a host batch at the fixed place, after everything that is already on the stream."""
+        fields = (batch.tokens, batch.labels, batch.positions, batch.docs.start, batch.docs.end)
+        if self._device.kind == "cpu":
+            for row, field in zip(self._rows, fields, strict=True):
+                row[...] = field
+            return
+        host, event = self._slots[0]
+        self._slots.rotate(-1)
+        event.synchronize()
+        for row, field in zip(host, fields, strict=True):
+            row[...] = field
+        stream = self._device.library.cuda.get_current_stream()
+        self._rows.set(host, stream=stream)
+        event.record(stream)
+
+
+def padding(tokens: int) -> Batch:
+    """A batch of one unsupervised document."""
+    zeros = np.zeros(tokens, np.int32)
+    return Batch(
+        zeros,
+        np.full(tokens, IGNORED, np.int32),
+        np.arange(tokens, dtype=np.int32),
+        Docs(zeros, np.full(tokens, tokens, np.int32)),
+    )

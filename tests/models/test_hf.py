@@ -1,0 +1,449 @@
+"""Checkpoints: bit-equal round trips through transformers, and every refusal of a bad directory."""
+
+import itertools
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from surogate.kernels import tree
+from surogate.kernels.arrays import BF16
+from surogate.models.config import from_hf, read_config
+from surogate.models.hf import COMPANIONS, INDEX, SINGLE, CheckpointError, read_model, write_model
+from surogate.models.init import init_model
+from surogate.models.names import from_named, layout, named
+from surogate.models.tree import Model
+from tests.models.test_config import hf_config, tiny
+
+# A checkout has a folder called kernels: transformers must not take it for the package kernels.
+sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
+
+ARCHITECTURES = ["llama", "qwen2", "qwen3"]
+DTYPES = {
+    "bfloat16": BF16,
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+F32 = DTYPES["float32"]
+
+
+def torch_model(raw: dict[str, Any], dtype: str) -> Any:
+    """A transformers model whose every parameter is random, norms and biases too."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(hf_config(raw))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.to(getattr(torch, dtype))
+
+
+def bits(state: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of torch or NumPy as comparable bytes with dtype and shape."""
+    return {
+        name: (
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            (tensor if isinstance(tensor, np.ndarray) else tensor.view(_bytes()).numpy()).tobytes(),
+        )
+        for name, tensor in state.items()
+    }
+
+
+def _bytes() -> Any:
+    import torch
+
+    return torch.uint8
+
+
+def parameters(model: Any) -> dict[str, Any]:
+    return bits({name: value.detach() for name, value in model.named_parameters()})
+
+
+def reload(directory: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+
+
+@pytest.mark.parametrize("shards", ["single", "sharded"])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_round_trip(architecture: str, dtype: str, shards: str, tmp_path: Path) -> None:
+    theirs = torch_model(tiny(architecture), dtype)
+    theirs.save_pretrained(
+        tmp_path / "theirs", max_shard_size="20KB" if shards != "single" else 1e9
+    )
+    assert (tmp_path / "theirs" / INDEX).exists() == (shards == "sharded")
+    config = read_config(tmp_path / "theirs")
+    assert config.torch_dtype == dtype
+
+    model = read_model(tmp_path / "theirs", config, DTYPES[dtype])
+    assert bits(named(model, config)) == parameters(theirs)
+
+    limit = 20e3 if shards == "sharded" else 5e9
+    ours = tmp_path / "ours"
+    write_model(model, config, ours, dtype=DTYPES[dtype], max_shard_bytes=limit)
+    assert (ours / INDEX).exists() == (shards == "sharded")
+    back = reload(ours)
+    assert parameters(back) == parameters(theirs)
+    assert bits(named(read_model(ours, read_config(ours), DTYPES[dtype]), config)) == parameters(
+        theirs
+    )
+
+
+@pytest.mark.parametrize("wanted", list(DTYPES))
+@pytest.mark.parametrize("stored", list(DTYPES))
+def test_dtypes_convert_once(stored: str, wanted: str, tmp_path: Path) -> None:
+    import torch
+
+    theirs = torch_model(tiny("qwen2"), stored)
+    theirs.save_pretrained(tmp_path / "theirs")
+    config = read_config(tmp_path / "theirs")
+    model = read_model(tmp_path / "theirs", config, DTYPES[wanted])
+    expected = parameters(theirs.to(getattr(torch, wanted)))
+    assert bits(named(model, config)) == expected
+    # The same conversion while writing, from what was stored.
+    source = read_model(tmp_path / "theirs", config, DTYPES[stored])
+    write_model(source, config, tmp_path / "ours", dtype=DTYPES[wanted])
+    assert parameters(reload(tmp_path / "ours")) == expected
+    assert read_config(tmp_path / "ours").torch_dtype == wanted
+
+
+def test_shards_are_full_and_in_order(tmp_path: Path) -> None:
+    config = from_hf(tiny("qwen3"))
+    model = init_model(config, 0, F32)
+    write_model(model, config, tmp_path / "out", dtype=F32, max_shard_bytes=20e3)
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(leaf.nbytes for leaf in tree.leaves(model))
+    assert list(index["weight_map"]) == list(named(model, config))
+    files = sorted(set(index["weight_map"].values()))
+    sizes = [
+        sum(tensor.nbytes for tensor in load_file(tmp_path / "out" / file).values())
+        for file in files
+    ]
+    assert max(sizes) <= 20e3
+    assert all(one + other > 20e3 for one, other in itertools.pairwise(sizes))
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    with safe_open(tmp_path / "out" / files[0], "numpy") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_put_sees_every_leaf_in_order(tmp_path: Path) -> None:
+    config = from_hf(tiny("qwen2"))
+    model = init_model(config, 0, F32)
+    write_model(model, config, tmp_path / "out", dtype=F32)
+    seen: list[str] = []
+
+    def put(path: str, array: np.ndarray) -> np.ndarray:
+        seen.append(path)
+        assert array.flags.writeable and array.flags.c_contiguous
+        return 2 * array
+
+    got = read_model(tmp_path / "out", config, F32, put=put)
+    assert seen == [field.path for field in tree.leaves(layout(config))]
+    assert seen[:3] == ["embed", "layers.0.attn_norm", "layers.0.w_qkv"]
+    tree.map(lambda one, other: np.testing.assert_array_equal(one, 2 * other), got, model)
+
+
+def test_tied_head_in_the_file(tmp_path: Path) -> None:
+    config = from_hf(tiny("qwen2", vocab_size=5000))  # compared in chunks of 4096 rows
+    model = init_model(config, 0, F32)
+    write_model(model, config, tmp_path / "out", dtype=F32)
+    path = tmp_path / "out" / SINGLE
+    tensors = load_file(path)
+    assert "lm_head.weight" not in tensors
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, path)
+    assert read_model(tmp_path / "out", config, F32).head is None
+    changed = tensors["model.embed_tokens.weight"].copy()
+    changed[-1, -1] += 1
+    save_file(tensors | {"lm_head.weight": changed}, path)
+    with pytest.raises(CheckpointError, match="lm_head.weight .* differs from model.embed_tokens"):
+        read_model(tmp_path / "out", config, F32)
+
+
+def test_companions_are_copied_byte_equal(tmp_path: Path) -> None:
+    config = from_hf(tiny("qwen3"))
+    source = tmp_path / "source"
+    source.mkdir()
+    for i, name in enumerate(COMPANIONS):
+        (source / name).write_bytes(bytes([i, 0xFF, 13, 10]))
+    (source / "README.md").write_text("not copied")
+    model = init_model(config, 0, F32)
+    write_model(model, config, tmp_path / "out", dtype=F32, source_directory=source)
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {*COMPANIONS, "config.json", SINGLE}
+    for name in COMPANIONS:
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_config_is_kept(tmp_path: Path) -> None:
+    raw = tiny("llama", use_cache=False, torch_dtype="float16")
+    config = from_hf(raw)
+    write_model(init_model(config, 0, F32), config, tmp_path / "out", dtype=BF16)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == raw | {"torch_dtype": "bfloat16"}
+
+
+def test_writes_over_an_earlier_model(tmp_path: Path) -> None:
+    """Weight files of the earlier model go, everything else in the directory stays."""
+    config = from_hf(tiny("llama"))
+    out = tmp_path / "out"
+    write_model(init_model(config, 0, F32), config, out, dtype=F32, max_shard_bytes=20e3)
+    (out / "model-notes.txt").write_text("mine")
+    new = init_model(config, 1, F32)
+    write_model(new, config, out, dtype=F32)
+    assert {path.name for path in out.iterdir()} == {SINGLE, "config.json", "model-notes.txt"}
+    assert bits(named(read_model(out, config, F32), config)) == bits(named(new, config))
+    write_model(new, config, out, dtype=F32, max_shard_bytes=20e3)
+    assert not (out / SINGLE).exists()
+    assert bits(named(read_model(out, config, F32), config)) == bits(named(new, config))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, Model]:
+    """A sharded tiny Qwen3 and its weights."""
+    config = from_hf(tiny("qwen3"))
+    model = init_model(config, 0, F32)
+    write_model(model, config, tmp_path / "m", dtype=F32, max_shard_bytes=20e3)
+    return tmp_path / "m", model
+
+
+def refuses(directory: Path, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as error:
+        read_model(directory, from_hf(tiny("qwen3")), F32)
+    assert "\n" not in str(error.value)
+
+
+def edit(directory: Path, change: Any) -> str:
+    """Applies ``change`` to the tensors of the last shard and returns its name."""
+    file = sorted(directory.glob("model-*.safetensors"))[-1]
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    return file.name
+
+
+def test_missing_directory_and_files(saved: tuple[Path, Model]) -> None:
+    directory, _ = saved
+    refuses(directory / "nowhere", "nowhere: is not a directory")
+    shard = sorted(directory.glob("model-*.safetensors"))[1]
+    shard.rename(directory / "elsewhere")
+    refuses(directory, f"{shard.name}: missing; fetch the model again")
+    (directory / INDEX).unlink()
+    refuses(directory, "has neither model.safetensors nor model.safetensors.index.json$")
+    (directory / "pytorch_model.bin").touch()
+    refuses(directory, "pytorch_model.bin must be converted to safetensors first")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])  # empty, no length, half a header, half the data
+def test_truncated_file(saved: tuple[Path, Model], keep: int) -> None:
+    shard = sorted(saved[0].glob("model-*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:keep])
+    refuses(saved[0], f"{shard.name}: truncated or not a safetensors file")
+
+
+def test_missing_tensor(saved: tuple[Path, Model]) -> None:
+    file = edit(saved[0], lambda tensors: tensors.pop("lm_head.weight"))
+    refuses(saved[0], f"{file}: has no tensor lm_head.weight, which {INDEX} names")
+    index = json.loads((saved[0] / INDEX).read_text())
+    index["weight_map"].pop("lm_head.weight")
+    (saved[0] / INDEX).write_text(json.dumps(index))
+    refuses(saved[0], r"m: no file has tensor lm_head.weight of shape \(128, 32\)$")
+
+
+def test_unknown_tensor(saved: tuple[Path, Model]) -> None:
+    extra = np.zeros(16, np.float32)
+    file = edit(saved[0], lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": extra}))
+    refuses(saved[0], rf"{file}: tensor model.layers.0.self_attn.q_proj.bias of shape \(16,\) is")
+
+
+def test_buffers_of_old_checkpoints_are_passed_over(saved: tuple[Path, Model]) -> None:
+    directory, model = saved
+    buffer = np.zeros(8, np.float32)
+    edit(directory, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": buffer}))
+    got = read_model(directory, from_hf(tiny("qwen3")), F32)
+    tree.map(np.testing.assert_array_equal, got, model)
+
+
+def test_wrong_shape(saved: tuple[Path, Model]) -> None:
+    file = edit(saved[0], lambda t: t.update({"lm_head.weight": t["lm_head.weight"][:-1]}))
+    refuses(
+        saved[0],
+        rf"{file}: tensor lm_head.weight has shape \(127, 32\), .* expects \(128, 32\)",
+    )
+
+
+@pytest.mark.parametrize(
+    "dtype,short", [(np.float64, "F64"), (np.int8, "I8"), (ml_dtypes.float8_e4m3fn, "F8_E4M3")]
+)
+def test_wrong_dtype(saved: tuple[Path, Model], dtype: Any, short: str) -> None:
+    file = edit(saved[0], lambda t: t.update({"lm_head.weight": np.ones((128, 32), dtype)}))
+    refuses(saved[0], f"{file}: tensor lm_head.weight has dtype {short}, .* BF16, F16, F32")
+
+
+def test_one_tensor_in_two_files(saved: tuple[Path, Model]) -> None:
+    file = edit(saved[0], lambda t: t.update({"model.embed_tokens.weight": np.ones((128, 32))}))
+    refuses(saved[0], f"{file}: tensor model.embed_tokens.weight is in model-00001-of-")
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("{", "index.json: cannot be read as JSON"),
+        ("[]", "index.json: must hold a JSON object"),
+        ("{}", "index.json: has no weight_map"),
+        ('{"weight_map": {"x": "../x.safetensors"}}', "'../x.safetensors' is not the name of a"),
+    ],
+)
+def test_bad_index(saved: tuple[Path, Model], text: str, message: str) -> None:
+    (saved[0] / INDEX).write_text(text)
+    refuses(saved[0], message)
+
+
+def test_only_checkpoint_dtypes(saved: tuple[Path, Model], tmp_path: Path) -> None:
+    config = from_hf(tiny("qwen3"))
+    with pytest.raises(ValueError, match="must be one of bfloat16, float16, float32, got float64"):
+        read_model(saved[0], config, np.dtype(np.float64))
+    with pytest.raises(ValueError, match="must be one of .* got int8"):
+        write_model(saved[1], config, tmp_path / "x", dtype=np.dtype(np.int8))
+
+
+def test_float16_overflow_is_refused(tmp_path: Path) -> None:
+    config = from_hf(tiny("qwen3"))
+    model = init_model(config, 0, F32)
+    model.layers[1].w_o[0, 0] = 1e5
+    with pytest.raises(CheckpointError, match="layers.1.self_attn.o_proj.weight: exceeds"):
+        write_model(model, config, tmp_path / "out", dtype=DTYPES["float16"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_config_that_raw_does_not_describe(tmp_path: Path) -> None:
+    import dataclasses
+
+    config = from_hf(tiny("qwen3"))
+    changed = dataclasses.replace(config, eps=1e-3)
+    with pytest.raises(CheckpointError, match="config.raw does not describe config"):
+        write_model(init_model(config, 0, F32), changed, tmp_path / "out", dtype=F32)
+
+
+def test_a_write_that_fails_leaves_the_old_model(saved: tuple[Path, Model]) -> None:
+    directory, model = saved
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="m: cannot be written: File too large"):
+            write_model(model, from_hf(tiny("qwen3")), directory, dtype=F32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+    assert [path.name for path in directory.parent.iterdir()] == ["m"]
+
+
+def test_a_full_disk_says_what_is_needed(
+    saved: tuple[Path, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+    import os
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="the disk is full; .* GB are needed"):
+        write_model(saved[1], from_hf(tiny("qwen3")), saved[0], dtype=F32)
+
+
+def test_named_is_reversible_and_made_of_views() -> None:
+    for architecture in ARCHITECTURES:
+        config = from_hf(tiny(architecture))
+        model = init_model(config, 0, BF16)
+        arrays = named(model, config)
+        tree.map(np.testing.assert_array_equal, from_named(arrays, config), model)
+        for array in arrays.values():
+            array[...] = 0
+        assert all((leaf == 0).all() for leaf in tree.leaves(model))
+
+
+def test_named_leaves_out_what_has_no_gradient() -> None:
+    config = from_hf(tiny("qwen3"))
+    model = init_model(config, 0, F32)
+    frozen = model.layers[0]._replace(w_qkv=None, q_norm=None)
+    partial = model._replace(embed=None, layers=(frozen, model.layers[1]))
+    left_out = named(model, config).keys() - named(partial, config).keys()
+    assert {name.removeprefix("model.layers.0.self_attn.") for name in left_out} == {
+        "model.embed_tokens.weight",
+        "q_proj.weight",
+        "k_proj.weight",
+        "v_proj.weight",
+        "q_norm.weight",
+    }
+    with pytest.raises(ValueError, match=r"norm: must have shape \(32,\), got \(31,\)"):
+        named(model._replace(norm=model.norm[:-1]), config)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (lambda t: t.pop("lm_head.weight"), r"lm_head.weight: missing, expected shape \(128, 32\)"),
+        (lambda t: t.update({"x": t["lm_head.weight"]}), "x: not a tensor of this qwen3 model"),
+        (
+            lambda t: t.update({"model.layers.1.mlp.up_proj.weight": t["model.norm.weight"]}),
+            r"layers.1.mlp.up_proj.weight: must have shape \(48, 32\), got \(32,\)",
+        ),
+    ],
+)
+def test_from_named_refuses(change: Any, message: str) -> None:
+    config = from_hf(tiny("qwen3"))
+    arrays = named(init_model(config, 0, F32), config)
+    change(arrays)
+    with pytest.raises(ValueError, match=message):
+        from_named(arrays, config)
+
+
+def test_init_statistics_and_exact_leaves() -> None:
+    config = from_hf(tiny("qwen2", hidden_size=128, intermediate_size=256, initializer_range=0.05))
+    model = init_model(config, 0, F32)
+    layer = model.layers[0]
+    assert layer.b_qkv is not None and not layer.b_qkv.any()
+    assert (layer.attn_norm == 1).all() and (model.norm == 1).all()
+    for weight in (model.embed, layer.w_qkv, layer.w_gate_up, layer.w_o, layer.w_down):
+        # Six standard errors of the mean and of the standard deviation.
+        assert abs(weight.mean()) < 6 * 0.05 / weight.size**0.5
+        assert abs(weight.std() / 0.05 - 1) < 6 / (2 * weight.size) ** 0.5
+
+
+def test_init_depends_on_seed_and_name_only() -> None:
+    small, large = (from_hf(tiny("llama", num_hidden_layers=layers)) for layers in (1, 3))
+    one, other = (named(init_model(config, 7, F32), config) for config in (small, large))
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, other[name])
+    different = named(init_model(small, 8, F32), small)
+    random = [name for name in one if "norm" not in name]
+    assert not any(np.array_equal(one[name], different[name]) for name in random)
+    distinct = {other[name].tobytes() for name in other if "norm" not in name}
+    assert len(distinct) == len([name for name in other if "norm" not in name])
+    rounded = named(init_model(small, 7, BF16), small)
+    for name, array in one.items():
+        np.testing.assert_array_equal(array.astype(BF16), rounded[name])
+
+
+def test_init_with_zero_projections() -> None:
+    config = from_hf(tiny("qwen3"))
+    plain, zero = init_model(config, 0, F32), init_model(config, 0, F32, zero_projections=True)
+    for one, other in zip(plain.layers, zero.layers, strict=True):
+        assert not other.w_o.any() and not other.w_down.any()
+        np.testing.assert_array_equal(one.w_qkv, other.w_qkv)
+    paths: list[str] = []
+    init_model(config, 0, F32, put=lambda path, array: paths.append(path) or array)
+    assert paths == [field.path for field in tree.leaves(layout(config))]

@@ -1,0 +1,574 @@
+"""Configuration: every key does what its table says, and every mistake is one line."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from surogate.config import (
+    Config,
+    DatasetConfig,
+    config_hash,
+    config_to_dict,
+    describe,
+    ignored,
+    load_config,
+)
+from surogate.config_page import page
+from surogate.errors import UserError
+from surogate.settings import BOOKKEEPING, DATASET_FIELDS, FIELDS, SECTIONS
+from surogate.unsupported import DATASET_KEYS, GROUPS, KEYS, Ignored, Refused
+
+ROWS: dict[str, Any] = {"path": "rows.jsonl", "type": "conversation"}
+BASE: dict[str, Any] = {"model": "tiny", "datasets": [ROWS]}
+
+# A value other than the default for each supported key, with what must come with it.
+OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
+    "run_name": ("mine", {}),
+    "num_epochs": (7, {}),
+    "max_steps": (20, {}),
+    "output_dir": ("elsewhere", {}),
+    "resume_from_checkpoint": (False, {}),
+    "save_steps": (7, {}),
+    "save_total_limit": (2, {}),
+    "eval_steps": (9, {}),
+    "logging_steps": (3, {}),
+    "from_scratch": (True, {}),
+    "log_file": ("log.txt", {}),
+    "train_seed": (5, {}),
+    "eval_seed": (6, {}),
+    "device": ("cpu", {}),
+    "model": ("other", {}),
+    "torch_dtype": ("float32", {}),
+    "sequence_len": (64, {}),
+    "max_model_len": (4096, {"rope_scaling": "linear", "max_model_len": 2048}),
+    "rope_scaling": ({"rope_type": "linear", "factor": 2.0}, {}),
+    "init_projections_to_zero": (True, {"from_scratch": True}),
+    "per_device_train_batch_size": (1, {}),
+    "gradient_accumulation_steps": (2, {}),
+    "learning_rate": (1e-3, {}),
+    "lr_scheduler_type": ("cosine", {}),
+    "warmup_ratio": (0.1, {}),
+    "warmup_steps": (3, {}),
+    "cooldown_steps": (3, {}),
+    "wsd_decay_steps_fraction": (0.2, {"lr_scheduler_type": "wsd"}),
+    "final_lr_fraction": (0.1, {}),
+    "weight_decay": (0.1, {}),
+    "max_grad_norm": (0.0, {}),
+    "adamw_beta1": (0.8, {}),
+    "adamw_beta2": (0.95, {}),
+    "adamw_epsilon": (1e-6, {}),
+    "loss_scale": ("all", {}),
+    "sample_packing": (False, {}),
+    "use_cuda_graphs": (False, {}),
+    "recompute": ("selective", {}),
+    "lmhead_chunks": (4, {}),
+    "auto_lmhead_chunks": (False, {}),
+    "gradient_dtype": ("fp32", {}),
+    "master_dtype": ("fp32", {"lora": False}),
+    "lora": (False, {}),
+    "lora_rank": (4, {}),
+    "lora_alpha": (8, {}),
+    "lora_dtype": ("bf16", {}),
+    "lora_target_modules": (["q_proj"], {}),
+    "merge_adapter": (True, {}),
+    "datasets": ([{"path": "a.jsonl", "type": "text"}], {}),
+    "validation_datasets": ([ROWS], {}),
+    "validation_split_ratio": (0.2, {}),
+    "dataloader_num_workers": (3, {}),
+}
+
+# Keys that have one value in this version: setting them is allowed and says nothing new.
+ONE_VALUE = {"optimizer": "adamw", "recipe": "bf16", "gpus": 1}
+
+# Values that no run can have.
+IMPOSSIBLE = [
+    ("num_epochs", 0, "a whole number of at least 1"),
+    ("num_epochs", 2.5, "a whole number of at least 1"),
+    ("num_epochs", True, "a whole number of at least 1"),
+    ("max_steps", -2, "a whole number of at least -1"),
+    ("max_steps", 0, "-1 or at least 1"),
+    ("sequence_len", 0, "a whole number of at least 2"),
+    ("learning_rate", -1e-4, "a number of at least 0"),
+    ("learning_rate", "fast", "a number of at least 0"),
+    ("learning_rate", float("inf"), "a number of at least 0"),
+    ("warmup_ratio", 1.5, "a number from 0 to 1"),
+    ("validation_split_ratio", 1, "a number from 0 to less than 1"),
+    ("adamw_beta2", 1.0, "a number from 0 to less than 1"),
+    ("adamw_epsilon", 0, "a number above 0"),
+    ("lr_scheduler_type", "step", "one of linear, cosine, constant, wsd"),
+    ("device", "tpu", "one of auto, cpu, cuda"),
+    ("recompute", "some", "one of none, block, selective, true or false"),
+    ("recompute", 1, "one of none, block, selective, true or false"),
+    ("optimizer", "sgd", "adamw"),
+    ("lora", "maybe", "true or false"),
+    ("lora_target_modules", "q_proj", "a list of text"),
+    ("run_name", 7, "text"),
+    ("lmhead_chunks", 0, "a whole number of at least 1 or null"),
+    ("datasets", "rows.jsonl", "a list of tables with path and type"),
+    ("rope_scaling", "ntk", "one of linear, dynamic, yarn or a table with rope_type"),
+    ("rope_scaling", {"factor": 2}, "one of linear, dynamic, yarn or a table with rope_type"),
+    ("max_model_len", 16, "at least sequence_len = 1024"),
+    ("distributed", 3, "a table"),
+]
+
+
+def write(folder: Path, table: dict[str, Any], name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(yaml.safe_dump(table))
+    return path
+
+
+def load(folder: Path, table: dict[str, Any], **options: Any) -> Config:
+    return load_config(write(folder, table), **options)
+
+
+def fails(folder: Path, table: dict[str, Any], **options: Any) -> str:
+    """The error without the folder's name."""
+    with pytest.raises(UserError) as error:
+        load(folder, table, **options)
+    message = str(error.value)
+    assert "\n" not in message
+    return message.replace(f"{folder}/", "")
+
+
+def nested(name: str, value: Any) -> dict[str, Any]:
+    group, _, inner = name.partition(".")
+    return {group: {inner: value}} if inner else {name: value}
+
+
+def test_every_supported_key_is_covered():
+    assert OTHER.keys() | ONE_VALUE.keys() == FIELDS.keys()
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_supported_key_changes_the_run(tmp_path, name):
+    value, needs = OTHER[name]
+    before = load(tmp_path, BASE | needs)
+    config = load(tmp_path, BASE | needs | {name: value})
+    plain = config_to_dict(config)
+    if name == "datasets":
+        assert config.datasets == (DatasetConfig(path="a.jsonl", type="text"),)
+    elif name == "validation_datasets":
+        assert config.validation_datasets == (DatasetConfig(**ROWS),)
+    else:
+        assert (list(plain[name]) if isinstance(plain[name], tuple) else plain[name]) == value
+    assert plain != config_to_dict(before)
+    assert (config_hash(config) == config_hash(before)) == (name in BOOKKEEPING)
+    assert ignored(config) == []
+
+
+@pytest.mark.parametrize("name", ONE_VALUE)
+def test_key_of_one_value(tmp_path, name):
+    config = load(tmp_path, BASE | {name: ONE_VALUE[name]})
+    assert getattr(config, name) == ONE_VALUE[name]
+
+
+def test_defaults(tmp_path):
+    config = load(tmp_path, BASE)
+    for field in FIELDS.values():
+        if field.name not in ("model", "datasets", "run_name"):
+            assert getattr(config, field.name) == field.default
+    assert config.run_name == "run"  # the file's name
+    assert config == Config(
+        model="tiny",
+        datasets=(DatasetConfig(**ROWS),),
+        origins=config.origins,
+    )
+
+
+@pytest.mark.parametrize("name,value,allowed", IMPOSSIBLE)
+def test_impossible_value(tmp_path, name, value, allowed):
+    message = fails(tmp_path, BASE | {name: value})
+    assert message.startswith(f"run.yaml: {name} = ")
+    assert message.endswith(f": must be {allowed}")
+
+
+def test_errors_word_by_word(tmp_path):
+    def message(**table: Any) -> str:
+        return fails(tmp_path, BASE | table)
+
+    assert message(learning_rat=1e-4) == (
+        "unknown key 'learning_rat' in run.yaml: did you mean 'learning_rate'?"
+    )
+    assert message(zzz=1) == "unknown key 'zzz' in run.yaml"
+    assert message(distributed={"num_node": 2}) == (
+        "unknown key 'distributed.num_node' in run.yaml: did you mean 'distributed.num_nodes'?"
+    )
+    assert message(datasets=[ROWS | {"sample": 3}]) == (
+        "unknown key 'datasets.0.sample' in run.yaml: did you mean 'datasets.0.samples'?"
+    )
+    assert message(learning_rate=-1) == (
+        "run.yaml: learning_rate = -1: must be a number of at least 0"
+    )
+    assert message(optimizer="adamw_8bit") == (
+        "run.yaml: optimizer = 'adamw_8bit' is not available in this version: "
+        "8-bit moments are not there yet; use adamw"
+    )
+    assert message(recipe="fp8-hybrid") == (
+        "run.yaml: recipe = 'fp8_hybrid' is not available in this version: "
+        "FP8 training is not there yet; use bf16"
+    )
+    assert message(gpus=0) == (
+        "run.yaml: gpus = 0 is not available in this version: training uses one GPU; use gpus = 1"
+    )
+    assert message(model=None) == ("run.yaml: model is missing: the folder or Hub name of a model")
+    assert message(datasets=[]) == (
+        "run.yaml: datasets is missing: a list of tables with path and type"
+    )
+    assert message(datasets=[{"path": "x"}]) == (
+        "run.yaml: datasets.0.type is missing: must be one of text, instruction, conversation, auto"
+    )
+    assert message(datasets=[{"path": "x", "type": "preference"}]) == (
+        "run.yaml: datasets.0.type = 'preference' is not available in this version: "
+        "preference training (DPO) is not there yet; use conversation"
+    )
+    assert message(datasets=[{"path": "x", "type": "instruction"}]) == (
+        "run.yaml: datasets.0.instruction_field is missing: "
+        "rows of type instruction need the name of that column"
+    )
+    instruction = {
+        "path": "x",
+        "type": "instruction",
+        "instruction_field": "q",
+        "output_field": "a",
+        "system_prompt_type": "fixed",
+    }
+    assert message(datasets=[instruction]) == (
+        "run.yaml: datasets.0.system_prompt is missing: system_prompt_type = 'fixed' needs it"
+    )
+    assert message(rope_scaling="yarn") == (
+        "run.yaml: rope_scaling = 'yarn': must come with max_model_len, the context to stretch to"
+    )
+    assert message(lora=True, from_scratch=True) == (
+        "run.yaml: lora = true: must be false with from_scratch = true"
+    )
+    assert message(max_steps=5, warmup_steps=4, cooldown_steps=4) == (
+        "run.yaml: max_steps = 5: must be at least warmup_steps + cooldown_steps = 8"
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, key in KEYS.items() if isinstance(key, Ignored)])
+def test_ignored_key_is_reported(tmp_path, name):
+    config = load(tmp_path, BASE | nested(name, 3))
+    key = KEYS[name]
+    assert isinstance(key, Ignored)
+    assert ignored(config) == [f"ignored: {name} = 3: {key.reason}"]
+    assert config_hash(config) == config_hash(load(tmp_path, BASE))
+
+
+@pytest.mark.parametrize("name", DATASET_KEYS)
+def test_ignored_key_of_a_data_set_is_reported(tmp_path, name):
+    config = load(tmp_path, BASE | {"datasets": [ROWS | {name: "x"}]})
+    key = DATASET_KEYS[name]
+    assert isinstance(key, Ignored)
+    assert ignored(config) == [f"ignored: datasets.0.{name} = 'x': {key.reason}"]
+
+
+@pytest.mark.parametrize("name", [name for name, key in KEYS.items() if isinstance(key, Refused)])
+def test_refused_key(tmp_path, name):
+    key = KEYS[name]
+    assert isinstance(key, Refused)
+    assert "use " in key.reason
+    for value in key.neutral:
+        assert ignored(load(tmp_path, BASE | nested(name, value))) == []
+    assert fails(tmp_path, BASE | nested(name, 77)) == (
+        f"run.yaml: {name} = 77 is not available in this version: {key.reason}"
+    )
+
+
+@pytest.mark.parametrize(
+    "field,value",
+    [(f, value) for f in FIELDS.values() for value in f.extra.get("refused", {})],
+    ids=str,
+)
+def test_refused_value(tmp_path, field, value):
+    message = fails(tmp_path, BASE | {field.name: value})
+    assert message.startswith(f"run.yaml: {field.name} = '{value}' is not available")
+    assert "; use " in message
+
+
+def test_true_is_not_one(tmp_path):
+    assert "zero_level = true is not available" in fails(tmp_path, BASE | {"zero_level": True})
+    assert "lora_dropout = false is not" in fails(tmp_path, BASE | {"lora_dropout": False})
+    assert ignored(load(tmp_path, BASE | {"lora_dropout": 0.0})) == []
+
+
+@pytest.mark.parametrize(
+    "table,name,reason",
+    [
+        ({"num_epochs": 2, "max_steps": 5}, "num_epochs", "max_steps = 5 decides"),
+        ({"warmup_ratio": 0.1, "warmup_steps": 3}, "warmup_ratio", "warmup_steps = 3 decides"),
+        (
+            {"wsd_decay_steps_fraction": 0.2},
+            "wsd_decay_steps_fraction",
+            "lr_scheduler_type = linear",
+        ),
+        ({"init_projections_to_zero": True}, "init_projections_to_zero", "from_scratch = false"),
+        (
+            {"validation_split_ratio": 0.2, "validation_datasets": [ROWS]},
+            "validation_split_ratio",
+            "validation_datasets decides",
+        ),
+        (
+            {"lmhead_chunks": 4, "auto_lmhead_chunks": True},
+            "lmhead_chunks",
+            "auto_lmhead_chunks = true decides",
+        ),
+        ({"max_model_len": 4096}, "max_model_len", "no rope_scaling by name"),
+        ({"master_dtype": "fp32"}, "master_dtype", "with lora = true, lora_dtype decides"),
+        ({"lora": False, "lora_rank": 4}, "lora_rank", "lora = false"),
+        ({"lora": False, "lora_alpha": 4}, "lora_alpha", "lora = false"),
+        ({"lora": False, "lora_dtype": "bf16"}, "lora_dtype", "lora = false"),
+        ({"lora": False, "lora_target_modules": ["x"]}, "lora_target_modules", "lora = false"),
+        ({"lora": False, "merge_adapter": True}, "merge_adapter", "lora = false"),
+        (
+            {"datasets": [ROWS | {"text_field": "body"}]},
+            "datasets.0.text_field",
+            "rows of type conversation do not have it",
+        ),
+        (
+            {"datasets": [{"path": "x", "type": "auto", "system_prompt": "Be kind."}]},
+            "datasets.0.system_prompt",
+            "system_prompt_type = null",
+        ),
+    ],
+)
+def test_key_that_another_leaves_without_effect_is_reported(tmp_path, table, name, reason):
+    lines = ignored(load(tmp_path, BASE | table))
+    assert len(lines) == 1
+    assert lines[0].startswith(f"ignored: {name} = ")
+    assert lines[0].endswith(f": {reason}")
+
+
+@pytest.mark.parametrize("name", [n for n, f in DATASET_FIELDS.items() if f.name != "path"])
+def test_data_set_key(tmp_path, name):
+    row: dict[str, Any] = {"path": "x", "type": "auto"}
+    value: Any = {
+        "samples": 5,
+        "type": "text",
+        "system_prompt_type": "fixed",
+        "message_property_mappings": {"role": "from"},
+    }.get(name, "other")
+    if name == "system_prompt_type":
+        row["system_prompt"] = "Be kind."
+    if name == "system_prompt":
+        row["system_prompt_type"] = "fixed"
+    if name == "system_prompt_field":
+        row["system_prompt_type"] = "field"
+    if name in ("system_prompt", "system_prompt_field"):
+        before = row | {name: "some"}
+    else:
+        before = {k: v for k, v in row.items() if k != "system_prompt"}
+    made = load(tmp_path, BASE | {"datasets": [row | {name: value}]})
+    assert getattr(made.datasets[0], name) == value
+    assert config_hash(made) != config_hash(load(tmp_path, BASE | {"datasets": [before]}))
+    assert ignored(made) == []
+
+
+def test_recompute_takes_booleans(tmp_path):
+    assert load(tmp_path, BASE | {"recompute": True}).recompute == "block"
+    assert load(tmp_path, BASE | {"recompute": False}).recompute == "none"
+
+
+def test_lmhead_chunks(tmp_path):
+    def chunks(**table: Any) -> int | None:
+        return load(tmp_path, BASE | table).lmhead_chunks
+
+    assert chunks() is None
+    assert chunks(auto_lmhead_chunks=False) == 1
+    assert chunks(auto_lmhead_chunks=False, lmhead_chunks=4) == 4
+    assert chunks(auto_lmhead_chunks=True, lmhead_chunks=4) is None
+
+
+def test_rope_scaling_in_json(tmp_path):
+    text = '{"rope_type": "yarn", "factor": 4.0}'
+    assert load(tmp_path, BASE | {"rope_scaling": text}).rope_scaling == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+    }
+
+
+def test_lora_by_verb(tmp_path):
+    text = BASE | {"datasets": [{"path": "x", "type": "text"}]}
+
+    def lora(table: dict[str, Any], verb: Any) -> bool:
+        return load(tmp_path, table, verb=verb).lora
+
+    assert lora(text, "sft") is True
+    assert lora(text, "pt") is False
+    assert lora(text | {"lora": True}, "pt") is True
+    assert lora(text, "run") is False
+    assert lora(BASE, "run") is True
+    assert lora(BASE | {"from_scratch": True}, "sft") is False
+    assert ("lora", False, "verb pt") in describe(load(tmp_path, text, verb="pt"))
+    assert fails(tmp_path, BASE, verb="pt") == (
+        "run.yaml: datasets.0.type = 'conversation': must be text for the verb pt; use the verb sft"
+    )
+
+
+def test_overrides_win_and_are_typed_by_the_key(tmp_path):
+    config = load(
+        tmp_path,
+        BASE | {"learning_rate": 1e-3},
+        overrides=[
+            "learning_rate=2e-5",
+            "run_name=007",
+            "recompute=none",
+            "lora_target_modules=[q_proj, v_proj]",
+            "datasets.0.samples=5",
+            "datasets.1.path=more.jsonl",
+            "datasets.1.type=auto",
+            "save_steps=null",
+            "rope_scaling={rope_type: linear, factor: 2.0}",
+        ],
+        recipe="bf16",
+    )
+    assert config.learning_rate == 2e-5
+    assert config.run_name == "007"
+    assert config.recompute == "none"
+    assert config.lora_target_modules == ("q_proj", "v_proj")
+    assert config.datasets[0].samples == 5
+    assert config.datasets[1] == DatasetConfig(path="more.jsonl", type="auto")
+    assert config.save_steps == 50
+    assert config.rope_scaling == {"rope_type": "linear", "factor": 2.0}
+    rows = {name: (value, origin) for name, value, origin in describe(config)}
+    assert rows["learning_rate"] == (2e-5, "--set")
+    assert rows["recipe"] == ("bf16", "--recipe")
+    assert rows["datasets.0.path"] == ("rows.jsonl", str(tmp_path / "run.yaml"))
+    assert rows["datasets.0.samples"] == (5, "--set")
+    assert rows["save_steps"] == (50, "default")
+    assert type(config.run_name) is str and type(config.datasets[1].path) is str
+
+
+def test_override_of_a_whole_list(tmp_path):
+    config = load(tmp_path, BASE, overrides=["datasets=[{path: a, type: text}]"])
+    assert config.datasets == (DatasetConfig(path="a", type="text"),)
+    assert ("datasets.0.path", "a", "--set") in describe(config)
+
+
+def test_errors_of_overrides(tmp_path):
+    def message(text: str) -> str:
+        return fails(tmp_path, BASE, overrides=[text])
+
+    assert message("learning_rate") == "--set learning_rate: must be key=value"
+    assert message("=1") == "--set =1: must be key=value"
+    assert message("lora_rank=x") == (
+        "--set: lora_rank = 'x': must be a whole number of at least 1"
+    )
+    assert message("lora_rnk=4") == "unknown key 'lora_rnk' in --set: did you mean 'lora_rank'?"
+    assert message("datasets.3.path=x") == ("--set datasets.3.path: there are 1 entries before .3")
+    assert fails(tmp_path, BASE, recipe="nvfp4").startswith("--recipe: recipe = 'nvfp4' is not")
+
+
+def test_environment_variables(tmp_path, monkeypatch):
+    monkeypatch.setenv("MODELS", "/models")
+    monkeypatch.setenv("RANK", "8")
+    table = BASE | {
+        "model": "${MODELS}/tiny",
+        "lora_rank": "${RANK}",
+        "lora_target_modules": ["${RANK}"],
+    }
+    config = load(tmp_path, table)
+    assert config.model == "/models/tiny"
+    assert config.lora_rank == 8
+    assert config.lora_target_modules == ("8",)
+    assert fails(tmp_path, BASE | {"model": "${NOT_SET_HERE}"}) == (
+        "run.yaml: ${NOT_SET_HERE}: there is no environment variable NOT_SET_HERE"
+    )
+
+
+def test_toml_is_the_same(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'model = "tiny"\nlearning_rate = 2e-5\n[[datasets]]\npath = "rows.jsonl"\n'
+        'type = "conversation"\n[distributed]\nnum_nodes = 1\n'
+    )
+    config = load_config(path)
+    same = load(tmp_path, BASE | {"learning_rate": 2e-5})
+    assert config_to_dict(config) == config_to_dict(same)
+
+
+def test_yaml_numbers_without_a_dot(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: tiny\nlearning_rate: 2e-4\nadamw_epsilon: 1E-9\n")
+    config = load_config(path, need_data=False)
+    assert (config.learning_rate, config.adamw_epsilon) == (2e-4, 1e-9)
+
+
+@pytest.mark.parametrize(
+    "name,text,message",
+    [
+        ("a.ini", "", "a.ini: a configuration must be a .toml, .yaml, .yml or .json file"),
+        ("a.yaml", "", "a.yaml: must hold keys and values, got null"),
+        ("a.yaml", "- 1", "a.yaml: must hold keys and values, got [1]"),
+        (
+            "a.yaml",
+            "model: a\nmodel: b\n",
+            "a.yaml: is not YAML: key 'model' is written twice (at line 2, column 1)",
+        ),
+        (
+            "a.yaml",
+            "model: a\n\tlora: b\n",
+            "a.yaml: is not YAML: found character '\\t' that cannot start any token "
+            "(at line 2, column 1)",
+        ),
+        ("a.toml", "model = ", "a.toml: is not TOML: Invalid value (at end of document)"),
+    ],
+)
+def test_file_that_is_no_configuration(tmp_path, name, text, message):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        load_config(path)
+    assert str(error.value) == f"{tmp_path}/{message}"
+
+
+def test_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(UserError, match="none.yaml: cannot be read: No such file or directory$"):
+        load_config(tmp_path / "none.yaml")
+    path = tmp_path / "bytes.yaml"
+    path.write_bytes(b"model: \xff\n")
+    with pytest.raises(UserError, match="bytes.yaml: is not text in UTF-8$"):
+        load_config(path)
+
+
+def test_yaml_runs_no_code(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: !!python/object/apply:os.getcwd []\n")
+    with pytest.raises(UserError, match="is not YAML"):
+        load_config(path)
+
+
+def test_configuration_goes_through_json(tmp_path):
+    plain = config_to_dict(load(tmp_path, BASE))
+    assert list(plain) == list(FIELDS)
+    back = msgspec.convert(msgspec.json.decode(msgspec.json.encode(plain)), Config)
+    assert config_to_dict(back) == plain
+
+
+def test_tables_do_not_overlap():
+    assert not FIELDS.keys() & KEYS.keys()
+    assert not DATASET_FIELDS.keys() & DATASET_KEYS.keys()
+    assert {name.split(".")[0] for name in KEYS if "." in name} == set(GROUPS)
+    assert set(SECTIONS.values()) <= FIELDS.keys()
+    assert BOOKKEEPING <= FIELDS.keys()
+    for field in (*FIELDS.values(), *DATASET_FIELDS.values()):
+        assert field.help
+
+
+def test_page_is_up_to_date():
+    root = Path(__file__).parents[2]
+    made = subprocess.run(
+        [sys.executable, "-m", "surogate.config"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=root,
+    )
+    assert made.stdout == page()
+    assert (root / "docs/configuration.md").read_text() == page()
