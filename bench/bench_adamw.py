@@ -5,6 +5,7 @@ read, and written where the step clears it.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import cupy
 import numpy as np
@@ -13,7 +14,7 @@ from bench.harness import Case
 from surogate.kernels.adamw import AdamWLeaf, adamw_scalars, adamw_step_, adamw_table
 from surogate.kernels.arrays import BF16
 
-SETTINGS = dict(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.1)
+SETTINGS: dict[str, Any] = dict(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.1)
 LAYERS = [(2048, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (1024,), (1024,)] * 28
 MODEL = [(151936, 1024), *LAYERS]  # the tensors of a model of 0.6 billion parameters
 ADAPTER = [(16, 1024), (2048, 16), (16, 3072), (1024, 16)] * 28  # many small tensors: launch bound

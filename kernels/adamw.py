@@ -12,8 +12,8 @@ With g the gradient times the scale that grad_norm found (clipping over token co
 which is torch.optim.AdamW in its order of operations. Arithmetic is float32 without fused
 multiply-adds, so host and card agree to the bit. A bfloat16 parameter is either rounded to nearest
 from a float32 master, or has no master and is rounded at random (rounding.py). Bfloat16 moments are
-always rounded at random: to nearest, v could not move by the 1 - beta2 = 0.001 of itself that is
-less than half a unit in its last place.
+always rounded at random: to nearest, v could not move by 1 - beta2 = 0.001 of itself, which is less
+than half a unit in the last place.
 
 What changes from step to step is read from memory, so that a captured launch can be replayed:
 ``scalars``, which the host writes, and ``norm``, which grad_norm leaves on the card. When norm says
@@ -58,8 +58,8 @@ class AdamWLeaf(NamedTuple):
     """One tensor, its gradient and its optimizer state: C-contiguous arrays of one shape.
 
     param is float32 or bfloat16, grad and the moments (both of one dtype) likewise; on the host
-    float64 is computed in float64. ``tensor`` names it in the random numbers. A shard gives
-    the index of its first element in the whole tensor, a multiple of 8, as ``first``: then it draws
+    float64 is computed in float64. ``tensor`` is its number in the random bits. A shard gives the
+    index of its first element in the whole tensor, a multiple of 8, as ``first``: then it draws
     what the whole would.
     """
 

@@ -14,7 +14,7 @@ T = TypeVar("T")
 class Captured(Generic[T]):
     """A recorded step. Calling it replays the graph; ``outputs`` are the arrays it writes."""
 
-    def __init__(self, step: Callable[[], T], *, warmup: int) -> None:
+    def __init__(self, step: Callable[[], T]) -> None:
         import cupy
 
         self._pool = cupy.cuda.MemoryPool()
@@ -23,9 +23,13 @@ class Captured(Generic[T]):
             raise ValueError(
                 "capture: the null stream cannot be captured; run under `with cupy.cuda.Stream()`"
             )
+        # The first run compiles kernels and tries matrix-product algorithms, with scratch memory that
+        # the graph will not need; the second fills the graph's pool with what it will.
+        step()
+        self._stream.synchronize()
+        cupy.get_default_memory_pool().free_all_blocks()
         with cupy.cuda.using_allocator(self._pool.malloc):
-            for _ in range(warmup):  # compiles kernels and picks matrix-product algorithms
-                step()
+            step()
             self._stream.synchronize()
             self._stream.begin_capture()
             try:
@@ -45,10 +49,10 @@ class Captured(Generic[T]):
         return self._pool.total_bytes()
 
 
-def capture(step: Callable[[], T], *, warmup: int = 1) -> Captured[T]:
+def capture(step: Callable[[], T]) -> Captured[T]:
     """Records ``step()``, which reads and writes arrays in place, into a CUDA graph on this stream.
 
-    ``step`` runs ``warmup`` times first and must not synchronise, copy to the host or depend on anything
+    ``step`` runs twice first, for real, and must not synchronise, copy to the host or depend on anything
     but its arrays. Raises ValueError on the null stream.
     """
-    return Captured(step, warmup=warmup)
+    return Captured(step)

@@ -1,8 +1,8 @@
 """Every matrix product of a model: y = residual + x W^T + bias + scale * B (A x).
 
 The last term is a LoRA adapter (Hu et al. 2021, arXiv 2106.09685) of some row ranges of W, its
-parts. The weight of q, k, v or of gate, up is one matrix whose adapters are parts, so that they share
-one product with all A's, t = x A^T, and one with the B's on the diagonal of a matrix D:
+parts. The weight of q, k, v or of gate, up is one matrix whose adapters are parts, so that they
+share one product with all A's, t = x A^T, and one with the B's on the diagonal of a matrix D:
 
     y += scale * t D^T    D[rows of part p, ranks of part p] = B_p, zero elsewhere
 
@@ -23,7 +23,6 @@ from jaxtyping import Float
 from surogate.kernels.arrays import (
     FROZEN,
     Array,
-    Frozen,
     destination,
     empty,
     namespace,
@@ -100,8 +99,8 @@ def linear_fwd(
 ) -> tuple[Float[Array, "tokens outer"], LinearResiduals]:
     """Returns y, and what linear_bwd needs.
 
-    ``parts`` are the row ranges [start, stop) of weight that ``lora`` adapts, ascending; none stands
-    for all rows. With ``keep_x`` off the residuals leave x out, and linear_bwd must be given it.
+    ``parts`` are the row ranges [start, stop) of weight that ``lora`` adapts, ascending; none
+    stands for all rows. With ``keep_x`` off the residuals leave x out: pass it to linear_bwd.
     Raises ValueError when the adapter does not fit its parts, or a type is not that of x.
     """
     outer, inner = weight.shape
@@ -142,7 +141,7 @@ def linear_bwd(
     dx = None
     if need_dx:
         dx = matmul(dy, res.weight)
-        if res.lora is not None:
+        if res.lora is not None and dt is not None:
             matmul(dt, res.lora.a, out=dx, accumulate=True)
     dweight = _weight_gradient(dy, x, into.weight, res.weight)
     dbias = None
@@ -150,7 +149,9 @@ def linear_bwd(
         dbias = column_sum(dy, into=into.bias, dtype=res.bias.dtype)
     dlora = None
     if res.lora is not None and into.lora is not FROZEN:
-        dlora = _lora_gradient(res, dy, dt, x, LoRA(None, None) if into.lora is None else into.lora)
+        da_into, db_into = (None, None) if into.lora is None else into.lora
+        da = _weight_gradient(dt, x, da_into, res.lora.a)
+        dlora = LoRA(da, _b_gradient(res, res.lora.b, dy, db_into))
     return dx, dweight, dbias, dlora, dy if res.has_residual else None
 
 
@@ -167,14 +168,13 @@ def _weight_gradient(dy: Any, x: Any, into: Any, weight: Any) -> Any:
     return matmul(dy, x, transpose_a=True, out=out, accumulate=accumulate)
 
 
-def _lora_gradient(res: LinearResiduals, dy: Any, dt: Any, x: Any, into: LoRA) -> LoRA:
-    """The gradients of A, all parts at once, and of B, part by part straight into its rows."""
-    assert res.lora is not None and res.t is not None
-    da = _weight_gradient(dt, x, into.a, res.lora.a)
-    if isinstance(into.b, Frozen):
-        return LoRA(da, None)  # type: ignore[arg-type]
-    db, accumulate = destination(into.b, res.lora.b.shape, res.lora.b.dtype, like=dy)
-    rank, row = res.lora.b.shape[1], 0
+def _b_gradient(res: LinearResiduals, b: Any, dy: Any, into: Any) -> Any:
+    """scale * dy_p^T t_p of each part, straight into its rows."""
+    if into is FROZEN:
+        return None
+    assert res.t is not None, "an adapter keeps t"
+    db, accumulate = destination(into, b.shape, b.dtype, like=dy)
+    rank, row = b.shape[1], 0
     for part, (start, stop) in enumerate(res.parts):
         matmul(
             dy[:, start:stop],
@@ -185,7 +185,7 @@ def _lora_gradient(res: LinearResiduals, dy: Any, dt: Any, x: Any, into: LoRA) -
             alpha=res.scale,
         )
         row += stop - start
-    return LoRA(da, db)
+    return db
 
 
 def _checked(lora: LoRA, parts: Parts, outer: int, inner: int) -> Parts:
@@ -249,8 +249,7 @@ def column_sum(
     slices = -(-rows // ROWS_PER_SLICE)
     partial = empty((slices, columns), "float32", like=x)
     width = vector_width(x.dtype)
-    address = x.ctypes.data if hasattr(x, "ctypes") else x.data.ptr
-    if columns % width or leading % width or address % 16:
+    if columns % width or leading % width or address(x) % 16:
         width = 1
     if slices:
         SOURCE.launch(
@@ -268,6 +267,11 @@ def column_sum(
         [out, partial, slices, columns, accumulate],
     )
     return out
+
+
+def address(x: Any) -> int:
+    """Where the first element lies."""
+    return x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
 
 
 def linear_ref(

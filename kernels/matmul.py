@@ -134,3 +134,10 @@ def _without_terms(call: cublaslt.Call) -> None:
         call.out.fill(0)
     elif call.added is not call.out:
         call.out[...] = call.added
+
+
+def matmul_ref(
+    a: Array, b: Array, *, transpose_a: bool = False, transpose_b: bool = False
+) -> Array:
+    """Reference of matmul without addends."""
+    return (a.T if transpose_a else a) @ (b.T if transpose_b else b)

@@ -29,9 +29,9 @@ def tensor_table(
 ) -> TensorTable | None:
     """A table beside ``like``, or None when every tensor is empty.
 
-    ``columns`` holds one row a tensor: C-contiguous arrays of one size (they become addresses), None
-    (address 0) and integers; the first is an array. Raises ValueError for a ``chunk`` of elements
-    that is not a positive multiple of 8.
+    ``columns`` holds one row a tensor: C-contiguous arrays of one size (they become addresses),
+    None (address 0) and integers; the first is an array. Raises ValueError for a ``chunk`` of
+    elements that is not a positive multiple of 8.
     """
     require(
         chunk > 0 and chunk % 8 == 0,

@@ -43,7 +43,7 @@ def cuda_directory() -> Path:
 
 
 def cache_directory() -> Path:
-    """SUROGATE_CACHE, or surogate under the user's cache folder."""
+    """The folder that SUROGATE_CACHE names, or surogate under the user's cache folder."""
     chosen = os.environ.get("SUROGATE_CACHE")
     if chosen:
         return Path(chosen)

@@ -1,10 +1,10 @@
-"""RMSNorm of each token (Zhang & Sennrich 2019, arXiv 1910.07467), alone and with a residual stream.
+"""RMSNorm of each token (Zhang & Sennrich 2019, arXiv 1910.07467), alone or with a residual stream.
 
     rstd = 1 / sqrt(mean(x^2) + eps)    n = x * rstd    y = n * w
 
-w is the weight, or 1 + weight (``unit_offset``). In a 16-bit dtype the product is taken as the model's
-authors did: of n rounded to that dtype ("storage": Llama, Qwen), or of n in float32 ("float": GPT-OSS,
-Nemotron-H). Backward, with g = dy * w:
+w is the weight, or 1 + weight (``unit_offset``). In a 16-bit dtype the product is taken as the
+model's authors did: of n rounded to that dtype ("storage": Llama, Qwen), or of n in float32
+("float": GPT-OSS, Nemotron-H). Backward, with g = dy * w:
 
     dx = rstd * (g - n * mean(g * n))    dweight = sum over tokens of dy * n
 
@@ -42,8 +42,8 @@ from surogate.kernels.pair import Pair
 
 PACKS = 4  # 16-byte packs of a row that a thread holds, as in rmsnorm.cu
 FORWARD_THREADS, BACKWARD_THREADS = 128, 256  # of a block, unless one row takes more
-# Shares of dweight: a constant, so that sums have one order on all cards. Two blocks on each of the 132
-# multiprocessors of an H200.
+# Shares of dweight: a constant, so that sums have one order on all cards. Two blocks on each of the
+# 132 multiprocessors of an H200.
 BLOCKS = 264
 MAX_HIDDEN = 16384
 
@@ -148,7 +148,8 @@ def add_rmsnorm_fwd(
     _check("add_rmsnorm_fwd", x, weight, product)
     require(
         residual.shape == x.shape and residual.dtype == x.dtype,
-        f"add_rmsnorm_fwd: residual must be {x.dtype}{x.shape}, got {residual.dtype}{residual.shape}",
+        f"add_rmsnorm_fwd: residual must be {x.dtype}{x.shape}, "
+        f"got {residual.dtype}{residual.shape}",
     )
     y, h, rstd = _forward(x, residual, weight, eps, unit_offset, product)
     return (y, h), RMSNormResiduals(h, weight, rstd, unit_offset)

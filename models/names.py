@@ -125,6 +125,9 @@ def named(model: Model, config: ModelConfig) -> dict[str, Array]:
 
     The arrays are views of the tree's leaves: writing to one writes to the tree. Leaves that are
     None, such as gradients of frozen weights, are left out.
+
+    Raises:
+        ValueError: a leaf of another shape, or one that the configuration does not have.
     """
     out: dict[str, Array] = {}
 
@@ -136,7 +139,14 @@ def named(model: Model, config: ModelConfig) -> dict[str, Array]:
         for piece in field.pieces:
             out[piece.name] = field.view(leaf, piece)
 
-    tree.map(add, layout(config), model)
+    fields = layout(config)
+    tree.map(add, fields, model)
+    expected = {field.path.split(".")[-1] for field in tree.leaves(fields)}
+    nodes: list[Any] = [model, *model.layers]
+    for node in nodes:
+        for name, leaf in node._asdict().items():
+            if leaf is not None and name not in expected | {"layers"}:
+                raise ValueError(f"{name}: this {config.architecture} configuration has none")
     return out
 
 

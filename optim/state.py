@@ -22,8 +22,8 @@ def named_leaves(params: Any, prefix: str = "") -> Iterator[tuple[str, Array]]:
         return
     if isinstance(params, dict):
         items = [(str(key), value) for key, value in params.items()]
-    elif isinstance(params, tuple) and hasattr(params, "_fields"):
-        items = list(zip(params._fields, params, strict=True))
+    elif isinstance(params, tuple) and (fields := getattr(params, "_fields", None)):
+        items = list(zip(fields, params, strict=True))
     elif isinstance(params, (tuple, list)):
         items = [(str(index), value) for index, value in enumerate(params)]
     else:

@@ -1,10 +1,15 @@
 """Fixtures of all tests: fresh memory is poisoned, and ``device`` says where an op runs."""
 
 import os
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+# From a checkout, transformers would take our folder kernels/ for the package of that name.
+modules: dict[str, Any] = sys.modules
+modules.setdefault("kernels", None)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -125,27 +125,31 @@ __device__ __forceinline__ int first_key(const int* start, int row, int window) 
     return max(start[row], row - window + 1);
 }
 
+// The warp's index, in a form that tells the compiler that its lanes agree.
+__device__ __forceinline__ int warp_index() { return warp_shfl(int(threadIdx.x / 32), 0); }
+
 // One past the last query that reads a key. Never decreases with the key.
 __device__ __forceinline__ int end_query(const int* end, int key, int window) { return min(end[key], key + window); }
 
 // The 16 M queries of a warp, from `row` on, and what they may read. Rows past the last token read what they
 // like: nobody writes them out.
-struct Queries {
-    int row, last, first_low, last_low;  // the first and last query that exist, and their first keys
+template <int M> struct Queries {
+    int row, first_low, last_low;  // the first query; the first keys of the first and the last one
 
-    __device__ __forceinline__ Queries(int row, int rows, int tokens, const int* start, int window) : row(row) {
-        last = min(row + rows, tokens) - 1;
-        first_low = first_key(start, min(row, last), window);
-        last_low = first_key(start, last, window);
+    __device__ __forceinline__ Queries(int row, int tokens, const int* start, int window) : row(row) {
+        first_low = first_key(start, min(row, tokens - 1), window);
+        last_low = first_key(start, min(row + 16 * M, tokens) - 1, window);
     }
     // Whether any query reads any, and whether every query reads every one of `keys` keys.
-    __device__ __forceinline__ bool reads_any(int key, int keys) const { return key <= last && key + keys > first_low; }
+    __device__ __forceinline__ bool reads_any(int key, int keys) const {
+        return key < row + 16 * M && key + keys > first_low;
+    }
     __device__ __forceinline__ bool reads_all(int key, int keys) const {
         return key + keys - 1 <= row && key >= last_low;
     }
     // Replaces the scores, against keys from `key` on, of what the queries may not read.
-    template <int M, int N>
-    __device__ __forceinline__ void mask(float (&scores)[M][N][4], int key, float value, const int* start,
+    template <int N>
+    __device__ __forceinline__ void mask(float (&scores)[M][N][4], int key, float value, const int* start, int tokens,
                                          int window) const {
         int lane = threadIdx.x % 32;
         key += lane % 4 * 2;
@@ -154,7 +158,7 @@ struct Queries {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 int query = row + 16 * m + 8 * half + lane / 4;
-                int low = max(start[min(query, last)], query - window + 1);
+                int low = max(start[min(query, tokens - 1)], query - window + 1);
 #pragma unroll
                 for (int n = 0; n < N; ++n)
 #pragma unroll

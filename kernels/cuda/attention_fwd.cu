@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(WARPS * 32)
 
     int head = blockIdx.x % heads, kv_head = head / (heads / kv_heads);
     int row = (gridDim.x / heads - 1 - blockIdx.x / heads) * ROWS;
-    int warp_row = threadIdx.x / 32 * (ROW_TILES * 16);  // in the tile
+    int warp_row = warp_index() * (ROW_TILES * 16);  // in the tile
     q += head * HEAD_DIM, k += kv_head * HEAD_DIM, v += kv_head * HEAD_DIM;
 
     int first = first_key(start, row, window) / KEYS * KEYS;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(WARPS * 32)
     load_rows<HEAD_DIM, KEYS, THREADS>(k_tile, k, k_stride, key, tokens);
     cp_async_commit();
 
-    Queries queries(row + warp_row, ROW_TILES * 16, tokens, start, window);
+    Queries<ROW_TILES> queries(row + warp_row, tokens, start, window);
     float out[ROW_TILES][HEAD_DIM / 8][4] = {}, top[ROW_TILES][2], sum[ROW_TILES][2];
     float scale_log2 = scale * LOG2E;
 #pragma unroll
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(WARPS * 32)
         cp_async_commit();
         if (any) {
             inner_products<HEAD_DIM>(scores, q_tile, warp_row, k_tile, 0);
-            if (!queries.reads_all(key, KEYS)) queries.mask(scores, key, -INFINITY, start, window);
+            if (!queries.reads_all(key, KEYS)) queries.mask(scores, key, -INFINITY, start, tokens, window);
         }
         cp_async_wait<0>();
         __syncthreads();

@@ -28,24 +28,25 @@ template <typename T, int N> struct Pack {
 
     // The address must be aligned to the pack, or to 16 bytes if that is less.
     __device__ __forceinline__ void load(const T* __restrict__ p) {
-        if (N == 1) {
+        if constexpr (N == 1) {
             float value[N] = {to_float(*p)};
-            return set(value);
-        }
-        for (int i = 0; i < WORDS / ACCESS; ++i) {
-            auto part = Vec<uint32_t, ACCESS>::load(reinterpret_cast<const uint32_t*>(p) + i * ACCESS);
-            for (int k = 0; k < ACCESS; ++k) word[i * ACCESS + k] = part.data[k];
+            set(value);
+        } else {
+            for (int i = 0; i < WORDS / ACCESS; ++i) {
+                auto part = Vec<uint32_t, ACCESS>::load(reinterpret_cast<const uint32_t*>(p) + i * ACCESS);
+                for (int k = 0; k < ACCESS; ++k) word[i * ACCESS + k] = part.data[k];
+            }
         }
     }
     __device__ __forceinline__ void store(T* __restrict__ p) const {
-        if (N == 1) {
+        if constexpr (N == 1) {
             *p = from_float<T>(get(0));
-            return;
-        }
-        for (int i = 0; i < WORDS / ACCESS; ++i) {
-            Vec<uint32_t, ACCESS> part;
-            for (int k = 0; k < ACCESS; ++k) part.data[k] = word[i * ACCESS + k];
-            part.store(reinterpret_cast<uint32_t*>(p) + i * ACCESS);
+        } else {
+            for (int i = 0; i < WORDS / ACCESS; ++i) {
+                Vec<uint32_t, ACCESS> part;
+                for (int k = 0; k < ACCESS; ++k) part.data[k] = word[i * ACCESS + k];
+                part.store(reinterpret_cast<uint32_t*>(p) + i * ACCESS);
+            }
         }
     }
 

@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(sizeof(T) == 2 ? 512 : 1024)
         float r = columns ? rstd[row] : 0.0f, dot = 0.0f;
         for (int i = 0; i < PACKS; ++i)
             for (int j = 0; j < N; ++j)
-                dot += grad[i].get(j) * (scale[i].get(j) + offset) * (value[i].get(j) * r);
-        float mean = row_sum(dot, scratch[turn], threads / 32) / hidden;
+                dot += grad[i].get(j) * ((scale[i].get(j) + offset) * value[i].get(j));
+        float mean = r * row_sum(dot, scratch[turn], threads / 32) / hidden;
         turn ^= 1;
         for (int i = 0; i < PACKS; ++i) {
             float out[N];

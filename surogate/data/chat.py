@@ -49,6 +49,7 @@ class Rendered(NamedTuple):
 class _Answer(NamedTuple):
     """An assistant turn as the last one: rendered[:prompt] is asked, [begin:end] is the target."""
 
+    turn: int
     rendered: str
     prompt: int
     begin: int
@@ -123,16 +124,13 @@ class _Chat:
         """The turn by the definition: two renderings where the template is well behaved."""
         message = self.messages[turn]
         text = self.render(turn + 1)
-        prompt = begin = self._prompt_end(turn, text)
-        empty = None if _thinks(message) else _EMPTY_THINKING.match(text, begin)
-        if empty is not None:
-            begin = empty.end()
+        prompt = self._prompt_end(turn, text)
+        begin = prompt if _thinks(message) else self._behind_empty_thinking(turn, text, prompt)
         content = message["content"].strip()
-        found = text.rfind(content, begin) if content else begin
-        after = begin if found < 0 else found + len(content)
+        after = max(begin, text.rfind(content) + len(content)) if content else begin
         terminated = bool(text[after:].strip())
         end = len(text.rstrip()) if terminated else len(text)
-        return _Answer(text, prompt, begin, max(begin, end), text[after:end], terminated)
+        return _Answer(turn, text, prompt, begin, max(begin, end), text[after:end], terminated)
 
     def _prompt_end(self, turn: int, text: str) -> int:
         prompt = self.render(turn, prompt=True)
@@ -157,6 +155,13 @@ class _Chat:
         found = text.find(content, len(history)) if content else -1
         return shared if found < 0 else min(shared, found)
 
+    def _behind_empty_thinking(self, turn: int, text: str, prompt: int) -> int:
+        empty = _EMPTY_THINKING.match(text, prompt)
+        if empty is None:
+            return prompt
+        silent = self.render(turn, prompt=True, enable_thinking=False)
+        return len(silent) if prompt < len(silent) and text.startswith(silent) else empty.end()
+
     def earlier(self, turns: Sequence[int], last: _Answer) -> dict[int, tuple[int, int]]:
         """Spans of the turns before the last in its rendering, as far as they can be verified."""
         if len(turns) < 2:
@@ -173,7 +178,9 @@ class _Chat:
                 answer = self.answer(turn)
                 span = _locate(answer, last.rendered)
                 if span is not None and ends is not None:
-                    headers[role] = answer.rendered[ends[turn - 1] : answer.prompt]
+                    header = answer.rendered[ends[turn - 1] : answer.prompt]
+                    before = self.messages[turn - 1]["content"]
+                    headers[role] = header.removeprefix(_closing(before))
             if span is not None:
                 spans[turn] = span
         return spans
@@ -202,27 +209,31 @@ class _Chat:
     ) -> tuple[int, int] | None:
         text = last.rendered
         content = self.messages[turn]["content"]
-        begin = ends[turn - 1] + len(header)
-        if not last.terminated or not text.startswith(header, ends[turn - 1]):
+        begin = _skip(text, ends[turn - 1], self.messages[turn - 1]["content"], header)
+        if not last.terminated or begin is None:
             return None
-        empty = _EMPTY_THINKING.match(text, begin)
-        if empty is not None:
-            begin = empty.end()
         if text[begin : ends[turn]].strip() != content.strip():
             return None
-        terminator = last.tail.lstrip()
-        end = ends[turn]
-        if not text.startswith(terminator, end):  # the template may keep the content's own spaces
-            end += len(content) - len(content.rstrip())
-        if text[ends[turn] : end].strip() or not text.startswith(terminator, end):
-            return None
-        return begin, end + len(terminator)
+        last_content = self.messages[last.turn]["content"]
+        end = _skip(text, ends[turn], content, last.tail.removeprefix(_closing(last_content)))
+        return None if end is None else (begin, end)
+
+
+def _closing(content: str) -> str:
+    """The spaces that end a content; a template may keep them or cut them off."""
+    return content[len(content.rstrip()) :]
+
+
+def _skip(text: str, at: int, content: str, piece: str) -> int | None:
+    """Where piece ends that stands at `at`, behind the closing spaces of content or none."""
+    for spaces in (_closing(content), ""):
+        if text.startswith(spaces + piece, at):
+            return at + len(spaces) + len(piece)
+    return None
 
 
 def _marked(content: str) -> str:
-    """Content with the mark before its closing spaces, which a template may cut off."""
-    kept = content.rstrip()
-    return kept + _MARK + content[len(kept) :]
+    return content.rstrip() + _MARK + _closing(content)
 
 
 def _locate(answer: _Answer, text: str) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ divided.
 import queue
 import threading
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -126,6 +126,7 @@ class EvalLoader:
         return _gather(self.packed, self.rows(index), self.rows_per_batch)
 
 
+@runtime_checkable
 class _Batches(Protocol):
     def batch(self, index: int) -> Batch: ...
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #define EMULATED_ATOMIC(name, type, expression)                    \
-    inline type name(type* address, type value) {                  \
+    EMULATOR_UNCHECKED inline type name(type* address, type value) { \
         emulator_atomic(address, sizeof(type));                    \
         type old = *address;                                       \
         *address = (expression);                                   \
@@ -33,7 +33,7 @@ EMULATED_ATOMIC(atomicExch, float, value)
 EMULATED_ATOMIC(atomicInc, unsigned, old >= value ? 0 : old + 1)
 #undef EMULATED_ATOMIC
 
-template <typename T> inline T atomicCAS(T* address, T expected, T value) {
+template <typename T> EMULATOR_UNCHECKED inline T atomicCAS(T* address, T expected, T value) {
     emulator_atomic(address, sizeof(T));
     T old = *address;
     if (old == expected) *address = value;

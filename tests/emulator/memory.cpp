@@ -1,41 +1,208 @@
-// Memory as the emulated block sees it: shared memory, background copies, and what may be touched.
+// What a kernel may touch, and races: two accesses of one place, one of them a write, by threads that no
+// barrier orders. Every load and store of a kernel comes through check_access (see hooks.cpp).
 #include "machine.h"
 
+#include <algorithm>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 namespace emulator {
 namespace {
 
-constexpr int GUARD = 1024;
-alignas(1024) char dynamic[228 * 1024 + GUARD];
+alignas(1024) char dynamic[MAX_SHARED];
 
-struct Memory {
-    char *static_low, *static_high;
-    unsigned dynamic_bytes;
-    const Region* regions;
-    int region_count;
-} memory;
+// A thread of the launch, or the set of threads that read a place since it was last ordered.
+enum Who : uint32_t { ONE = 0, LANES = 1, WARPS = 2, BLOCKS = 3, SET = 3, ATOMIC = 4, IN_FLIGHT = 8 };
+constexpr int THREAD_SHIFT = 4, WARP_SHIFT = THREAD_SHIFT + 5, BLOCK_SHIFT = THREAD_SHIFT + 10;
 
-bool is_shared(const char* address, int bytes) {
-    return (address >= memory.static_low && address + bytes <= memory.static_high) ||
-           (address >= dynamic && address + bytes <= dynamic + memory.dynamic_bytes);
+// The last accesses of a place, by the machine's clock. Times of earlier launches stay and mean nothing.
+struct Cell {
+    uint32_t write_time, writer, read_time, reader;
+};
+
+struct Span {
+    const char *low, *high;
+    bool writable, shared;
+    unsigned item_size;  // bytes of a cell
+    int argument;
+    Cell* cells;  // null: races are not looked for
+};
+
+constexpr size_t MAX_CELLS = 16 << 20, KEPT_CELLS = 2 << 20;
+constexpr int MAX_SPANS = 66;
+Span spans[MAX_SPANS];
+int span_count, last_span;
+size_t cells_used;
+
+Cell* cell_arena() {
+    static Cell* all = nullptr;
+    if (all) return all;
+    void* memory = mmap(nullptr, MAX_CELLS * sizeof(Cell), PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) abort();
+    return all = static_cast<Cell*>(memory);
 }
 
-void require_aligned(const void* address, int bytes, const char* what) {
-    if (reinterpret_cast<uintptr_t>(address) % bytes)
-        emulator_fail("%s: address %p is not aligned to %d bytes", what, address, bytes);
+void add_span(Span span) {
+    size_t cells = size_t(span.high - span.low) / span.item_size + 1;
+    if (span.writable && cells_used + cells <= MAX_CELLS) {
+        span.cells = cell_arena() + cells_used;
+        cells_used += cells;
+    }
+    spans[span_count++] = span;
+}
+
+// Arrays that overlap are one span, so that each place has one cell.
+void add_regions(const Region* regions, int count) {
+    Region sorted[MAX_SPANS];
+    std::copy(regions, regions + count, sorted);
+    std::sort(sorted, sorted + count, [](const Region& a, const Region& b) { return a.low < b.low; });
+    for (int i = 0; i < count;) {
+        Region whole = sorted[i];
+        for (++i; i < count && sorted[i].low < whole.high; ++i) {
+            whole.high = std::max(whole.high, sorted[i].high);
+            whole.writable |= sorted[i].writable;
+            whole.item_size = std::min(whole.item_size, sorted[i].item_size);
+        }
+        add_span({whole.low, whole.high, whole.writable != 0, false, unsigned(whole.item_size), whole.argument, nullptr});
+    }
+}
+
+uint32_t self_code() { return machine.block_number << BLOCK_SHIFT | machine.current->number << THREAD_SHIFT; }
+
+bool ordered(uint32_t time, uint32_t who, uint32_t start) {
+    if (time < start) return true;
+    uint32_t self = self_code();
+    if ((who & SET) == BLOCKS || who >> BLOCK_SHIFT != self >> BLOCK_SHIFT) return machine.fenced;
+    if (time < machine.barrier_time) return true;
+    if ((who & SET) == WARPS || who >> WARP_SHIFT != self >> WARP_SHIFT) return false;
+    if (time < machine.warps[machine.current->number / WARP].phase) return true;
+    return (who & SET) == ONE && who >> THREAD_SHIFT == self >> THREAD_SHIFT;
+}
+
+[[noreturn]] void fail_race(const Span& span, uint32_t who, const char* now, const char* before,
+                            const void* instruction) {
+    unsigned number = who >> THREAD_SHIFT & (MAX_THREADS - 1);
+    Index other = machine.fibers[number].index;
+    fail_at(instruction, "race: %s %s memory that %sthread (%u,%u,%u) of block %u %s, with no barrier between", now,
+            span.shared ? "shared" : "global", (who & SET) == ONE ? "" : "several threads, among them ", other.x,
+            other.y, other.z, who >> BLOCK_SHIFT, before);
+}
+
+void record_read(Cell& cell, uint32_t start) {
+    uint32_t self = self_code();
+    if (ordered(cell.read_time, cell.reader, start)) {
+        cell.reader = self;
+    } else if (cell.reader >> BLOCK_SHIFT != self >> BLOCK_SHIFT) {
+        cell.reader |= BLOCKS;
+    } else if (cell.reader >> WARP_SHIFT != self >> WARP_SHIFT) {
+        cell.reader = (cell.reader & SET) == BLOCKS ? cell.reader : (cell.reader & ~SET) | WARPS;
+    } else if ((cell.reader & SET) == ONE) {
+        cell.reader |= LANES;
+    }
+    cell.read_time = machine.clock;
+}
+
+void check_races(const Span& span, size_t offset, int bytes, Access access, const void* instruction) {
+    uint32_t start = span.shared ? machine.block_start : machine.launch_start;
+    size_t first = offset / span.item_size, last = (offset + size_t(bytes) - 1) / span.item_size;
+    for (size_t i = first; i <= last; ++i) {
+        Cell& cell = span.cells[i];
+        if (cell.writer & IN_FLIGHT && cell.write_time >= start)
+            fail_at(instruction, "race: touches shared memory that a cp_async_16 nobody waited for is writing");
+        bool atomics = access == Access::atomic && cell.writer & ATOMIC;
+        if (!atomics && !ordered(cell.write_time, cell.writer & ~ATOMIC, start))
+            fail_race(span, cell.writer, access == Access::read ? "reads" : "writes", "wrote", instruction);
+        if (access == Access::read) {
+            record_read(cell, start);
+            continue;
+        }
+        if (!ordered(cell.read_time, cell.reader, start))
+            fail_race(span, cell.reader, "writes", "read", instruction);
+        cell.write_time = machine.clock;
+        cell.writer = self_code() | (access == Access::atomic ? ATOMIC : 0);
+    }
+}
+
+const Span* find(const char* address, int bytes) {
+    for (int step = 0; step < span_count; ++step) {
+        int i = last_span + step < span_count ? last_span + step : last_span + step - span_count;
+        if (address < spans[i].low || address + bytes > spans[i].high) continue;
+        last_span = i;
+        return &spans[i];
+    }
+    return nullptr;
+}
+
+[[noreturn]] void fail_outside(const char* address, int bytes, const char* what, const void* instruction) {
+    const Span* nearest = nullptr;
+    int64_t least = INT64_MAX;
+    for (int i = 0; i < span_count; ++i) {
+        if (spans[i].low == spans[i].high) continue;
+        int64_t distance = address < spans[i].low ? spans[i].low - address : address + bytes - spans[i].high;
+        if (distance < least) least = distance, nearest = &spans[i];
+    }
+    if (!nearest) fail_at(instruction, "%s outside of all memory that the kernel has", what);
+    const char* side = address < nearest->low ? "before the start" : "past the end";
+    if (nearest->shared) fail_at(instruction, "%s, %lld bytes %s of shared memory", what, (long long)least, side);
+    fail_at(instruction, "%s, %lld bytes %s of argument %d", what, (long long)least, side, nearest->argument);
+}
+
+bool in_any_stack(const char* address) {
+    return address >= machine.fibers[0].stack_low && address < machine.fibers[machine.threads - 1].stack_high;
 }
 
 }  // namespace
 
-void begin_launch_memory(char* low, char* high, unsigned shared, const Region* regions, int count) {
-    memory = {low, high, shared, regions, count};
+void begin_launch_memory() {
+    if (machine.clock > 0xf0000000u || cells_used > KEPT_CELLS) {
+        madvise(cell_arena(), MAX_CELLS * sizeof(Cell), MADV_DONTNEED);
+        machine.clock = 0;
+    }
+    machine.launch_start = ++machine.clock;
+    const Image& image = machine.launch.image;
+    span_count = last_span = 0;
+    cells_used = 0;
+    add_span({dynamic, dynamic + machine.launch.dynamic_shared, true, true, 1, -1, nullptr});
+    add_span({image.shared_low, image.shared_high, true, true, 1, -1, nullptr});
+    add_regions(machine.launch.regions, machine.launch.region_count);
 }
 
 // Fresh shared memory is NaN, so that reading what nobody wrote shows.
 void begin_block_memory() {
-    memset(memory.static_low, 0xFF, size_t(memory.static_high - memory.static_low));
-    memset(dynamic, 0xFF, memory.dynamic_bytes);
+    const Image& image = machine.launch.image;
+    memset(image.shared_low, 0xFF, size_t(image.shared_high - image.shared_low));
+    memset(dynamic, 0xFF, machine.launch.dynamic_shared);
+}
+
+void check_access(const void* address, int bytes, Access access, const char* what, const void* instruction) {
+    auto* byte = static_cast<const char*>(address);
+    const Fiber& self = *machine.current;
+    if (byte >= self.stack_low && byte < self.stack_high) return;
+    if (const Span* span = find(byte, bytes)) {
+        if (access != Access::read && !span->writable)
+            fail_at(instruction, "%s to argument %d, which is const", what, span->argument);
+        if (span->cells) check_races(*span, size_t(byte - span->low), bytes, access, instruction);
+        return;
+    }
+    if (in_any_stack(byte)) fail_at(instruction, "%s of a local variable of another thread", what);
+    const Image& image = machine.launch.image;
+    if (access == Access::read && byte >= image.low && byte < image.shared_low) return;  // a constant
+    bool is_shared = byte >= dynamic && byte < dynamic + sizeof dynamic;
+    if (!machine.launch.open || is_shared) fail_outside(byte, bytes, what, instruction);
+}
+
+void check_shared(const void* address, int bytes, Access access, const char* what) {
+    const Site& site = machine.current->site;
+    if (reinterpret_cast<uintptr_t>(address) % unsigned(bytes))
+        emulator_fail("%s: address %p is not aligned to %d bytes (%s:%d)", what, address, bytes,
+                      base_name(site.file), site.line);
+    const Span* span = find(static_cast<const char*>(address), bytes);
+    if (!span || !span->shared)
+        emulator_fail("%s: address %p is not in the shared memory of the block (%s:%d)", what, address,
+                      base_name(site.file), site.line);
+    check_access(address, bytes, access, what, nullptr);
 }
 
 }  // namespace emulator
@@ -46,46 +213,50 @@ extern "C" {
 
 void* emulator_dynamic_shared() { return dynamic; }
 
-void emulator_check_shared(const void* address, int bytes, const char* what) {
-    require_aligned(address, bytes, what);
-    if (!is_shared(static_cast<const char*>(address), bytes))
-        emulator_fail("%s: %p is not in the block's shared memory", what, address);
+void emulator_atomic(const void* address, int bytes) {
+    const void* instruction = __builtin_return_address(0);
+    if (reinterpret_cast<uintptr_t>(address) % unsigned(bytes))
+        fail_at(instruction, "atomic: address %p is not aligned to %d bytes", address, bytes);
+    check_access(address, bytes, Access::atomic, "atomic", instruction);
 }
 
-void emulator_check(const void* address, int bytes, int writes, const char* what) {
-    require_aligned(address, bytes, what);
-    const char* byte = static_cast<const char*>(address);
-    for (int i = 0; i < memory.region_count; ++i) {
-        const Region& region = memory.regions[i];
-        if (byte >= region.low && byte + bytes <= region.high && region.writable >= writes) return;
-    }
-    if (!is_shared(byte, bytes)) emulator_fail("%s: %p is outside of the arrays that the kernel got", what, address);
-}
+// Blocks that talk to each other through fences and atomics are not checked for races from here on.
+void emulator_fence() { machine.fenced = true; }
 
-void emulator_atomic(void* address, int bytes) { emulator_check(address, bytes, 1, "atomic"); }
-void emulator_fence() {}
-
-// The copy happens when its own thread waits for it; until then the destination is NaN.
-void emulator_copy_async(void* shared, const void* global, int valid, Site) {
-    emulator_check_shared(shared, 16, "cp_async_16");
-    if (valid) emulator_check(global, 16, 0, "cp_async_16");
+// The copy happens when its own thread waits for it. Until then the destination is NaN and in flight.
+void emulator_copy_async(void* shared, const void* global, int valid, Site site) {
+    machine.current->site = site;
+    check_shared(shared, 16, Access::write, "cp_async_16");
+    const void* instruction = __builtin_return_address(0);
+    if (reinterpret_cast<uintptr_t>(global) % 16)
+        emulator_fail("cp_async_16: source %p is not aligned to 16 bytes (%s:%d)", global,
+                      base_name(site.file), site.line);
+    if (valid) check_access(global, 16, Access::read, "cp_async_16 reads", instruction);
     memset(shared, 0xFF, 16);
     Fiber& self = *machine.current;
-    self.copies.push_back({static_cast<char*>(shared), static_cast<const char*>(global), valid != 0, self.committed});
+    auto* destination = static_cast<char*>(shared);
+    const Span* span = find(destination, 16);
+    for (int i = 0; i < 16; ++i) span->cells[destination - span->low + i].writer |= IN_FLIGHT;
+    self.copies.push_back({destination, static_cast<const char*>(global), valid != 0, self.committed_groups});
 }
 
-void emulator_copy_commit() { ++machine.current->committed; }
+void emulator_copy_commit() { ++machine.current->committed_groups; }
 
 void emulator_copy_wait(int newest_left) {
     Fiber& self = *machine.current;
     size_t kept = 0;
     for (const Copy& copy : self.copies) {
-        if (copy.group >= self.committed - newest_left) {
+        if (copy.group >= self.committed_groups - newest_left) {
             self.copies[kept++] = copy;
-        } else if (copy.valid) {
-            memcpy(copy.shared, copy.global, 16);
-        } else {
-            memset(copy.shared, 0, 16);
+            continue;
+        }
+        if (copy.valid) memcpy(copy.shared, copy.global, 16);
+        else memset(copy.shared, 0, 16);
+        const Span* span = find(copy.shared, 16);
+        for (int i = 0; i < 16; ++i) {
+            Cell& cell = span->cells[copy.shared - span->low + i];
+            cell.write_time = machine.clock;
+            cell.writer = self_code();
         }
     }
     self.copies.resize(kept);

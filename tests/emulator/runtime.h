@@ -27,7 +27,7 @@ struct Parameter {
 // An argument's memory: the kernel may touch [low, high) and, unless `open`, nothing else but its own.
 struct Region {
     const char *low, *high;
-    int writable, item_size;
+    int writable, item_size, argument;
 };
 
 // Where a kernel's library lies in memory. Static shared memory is [shared_low, shared_high), its end.

@@ -18,8 +18,8 @@ from surogate.kernels.adamw import (
 from surogate.kernels.arrays import BF16, Backend, on_device
 from tests.oracle import close, normal, same_bits, to_device, to_host
 
-BETAS = dict(beta1=0.9, beta2=0.999)
-SETTINGS = dict(**BETAS, epsilon=1e-8, weight_decay=0.1)
+BETAS: dict[str, Any] = dict(beta1=0.9, beta2=0.999)
+SETTINGS: dict[str, Any] = dict(**BETAS, epsilon=1e-8, weight_decay=0.1)
 SHAPES = [(1,), (7,), (1003,), (4099,), (0,), (33, 64)]  # least, ragged, a tail, empty, a matrix
 ARRAYS = ("param", "grad", "m", "v", "master")
 # What a run may hold: dtype of parameter, gradient, moments; whether there is a master.
@@ -79,24 +79,20 @@ def test_twenty_steps_of_torch(device):
     rng = np.random.default_rng(0)
     starts = [normal("float32", shape, seed=i) for i, shape in enumerate(SHAPES)]
     params = [torch.nn.Parameter(torch.tensor(p)) for p in starts]
-    options = dict(lr=1e-2, betas=(0.9, 0.999), eps=1e-8)
+    options: dict[str, Any] = dict(lr=1e-2, betas=(0.9, 0.999), eps=1e-8)
     groups = [
         dict(params=params[0::2], weight_decay=0.1),
         dict(params=params[1::2], weight_decay=0.0),
     ]
     optimizer = torch.optim.AdamW(groups, **options)
     leaves = [
-        AdamWLeaf(
-            *(to_device(x, device) for x in (p.copy(), p * 0, p * 0, p * 0)), None, i % 2 == 0, i
-        )
+        moved(AdamWLeaf(p, p * 0, p * 0, p * 0, decay=i % 2 == 0, tensor=i), device)
         for i, p in enumerate(starts)
     ]
     table, norm = adamw_table(leaves), flag(1 / 37, 1, device)
     for step in range(1, 21):
         for param, leaf in zip(params, leaves, strict=True):
-            mean = rng.standard_normal(param.shape).astype(np.float32) * np.float32(
-                10.0 ** (step % 5)
-            )
+            mean = (rng.standard_normal(param.shape) * 10.0 ** (step % 5)).astype(np.float32)
             param.grad = torch.tensor(mean)
             leaf.grad[...] = to_device(mean * np.float32(37), device)
         optimizer.step()
@@ -111,7 +107,7 @@ def test_twenty_steps_of_torch(device):
 
 def test_matches_formulas(device):
     """The textbook's formulas in float64. The corrections 1 - beta^3 are exact in float32."""
-    settings = dict(beta1=0.5, beta2=0.75, epsilon=2.0**-20, weight_decay=0.125)
+    settings: dict[str, Any] = dict(beta1=0.5, beta2=0.75, epsilon=2.0**-20, weight_decay=0.125)
     leaf = moved(make((1003,), KINDS[0]), device)
     scalars = adamw_scalars(lr=2.0**-6, step=3, beta1=0.5, beta2=0.75)
     scale = 2.0**-5
@@ -123,7 +119,7 @@ def test_matches_formulas(device):
 
 
 def test_float64_on_the_host():
-    settings = dict(beta1=0.5, beta2=0.75, epsilon=2.0**-20, weight_decay=0.125)
+    settings: dict[str, Any] = dict(beta1=0.5, beta2=0.75, epsilon=2.0**-20, weight_decay=0.125)
     leaf = make((1003,), KINDS[0])
     wide = [x.astype(np.float64) for x in leaf[:4]]
     scalars = adamw_scalars(lr=2.0**-6, step=3, beta1=0.5, beta2=0.75)
@@ -137,7 +133,7 @@ def test_torch_order_of_operations():
     """One step from 0.5 with decay first: 0.49918353709, not bitsandbytes' 0.49918361373."""
     one = np.ones(1, np.float64)
     leaf = AdamWLeaf(0.5 * one, 0.1 * one, 0 * one, 0 * one, decay=True)
-    settings = dict(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.1)
+    settings: dict[str, Any] = dict(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.1)
     lr = np.float64(0.5 - 0.49918353709) / (0.1 * 0.5 + 1)  # m / sqrt(v) is 1 in the first step
     scalars = adamw_scalars(lr=float(lr), step=1, **BETAS)
     got = host_step(leaf, scalars, **settings).param[0]
@@ -189,7 +185,7 @@ def test_master_keeps_what_the_parameter_cannot_show(device):
     one = np.ones(9, np.float32)
     leaf = AdamWLeaf(one.astype(BF16), -one, 0 * one, 0 * one, one.copy())
     leaf = moved(leaf, device)
-    settings = dict(beta1=0.0, beta2=0.0, epsilon=0.0, weight_decay=0.0)
+    settings: dict[str, Any] = dict(beta1=0.0, beta2=0.0, epsilon=0.0, weight_decay=0.0)
     table = adamw_table([leaf])
     for step in range(1, 61):
         scalars = to_device(adamw_scalars(lr=1e-4, step=step, beta1=0.0, beta2=0.0), device)
@@ -204,7 +200,7 @@ def drift(size: int, steps: int, lr: float, device: str) -> np.ndarray:
     one = np.ones(size, np.float32)
     leaf = moved(AdamWLeaf(one.astype(BF16), -one, 0 * one, 0 * one), device)
     table = adamw_table([leaf])
-    settings = dict(beta1=0.0, beta2=0.0, epsilon=0.0, weight_decay=0.0)
+    settings: dict[str, Any] = dict(beta1=0.0, beta2=0.0, epsilon=0.0, weight_decay=0.0)
     for step in range(1, steps + 1):
         scalars = adamw_scalars(lr=lr, step=step, seed=1, beta1=0.0, beta2=0.0)
         adamw_step_(table, to_device(scalars, device), **settings)

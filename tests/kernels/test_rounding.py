@@ -1,5 +1,7 @@
 """Philox known answers, and rounding that is unbiased and between two neighbours."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -24,7 +26,7 @@ def test_philox_known_answers(counter, key, want):
     assert " ".join(f"{word:08X}" for word in got[:, 0]) == want
 
 
-KEY = dict(seed=5, step=3, tensor=2, role=1)
+KEY: dict[str, Any] = dict(seed=5, step=3, tensor=2, role=1)
 
 
 def test_bits_depend_on_every_part_of_the_key_and_on_nothing_else():

@@ -4,6 +4,7 @@ import itertools
 import json
 import resource
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,20 @@ def test_shards_are_full_and_in_order(tmp_path: Path) -> None:
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
     with safe_open(tmp_path / "out" / files[0], "numpy") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+def test_peak_memory_is_the_model_and_one_leaf(tmp_path: Path) -> None:
+    config = from_hf(tiny("qwen3", num_hidden_layers=8, intermediate_size=4096))
+    write_model(init_model(config, 0, F32), config, tmp_path / "out", dtype=F32)
+    tracemalloc.start()
+    try:
+        model = read_model(tmp_path / "out", config, BF16)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    leaves = [leaf.nbytes for leaf in tree.leaves(model)]
+    # The largest leaf once more in its own dtype and in the file's, and headers.
+    assert peak < sum(leaves) + 3 * max(leaves) + 200_000 < 2 * sum(leaves)
 
 
 def test_put_sees_every_leaf_in_order(tmp_path: Path) -> None:
@@ -390,6 +405,12 @@ def test_named_leaves_out_what_has_no_gradient() -> None:
     }
     with pytest.raises(ValueError, match=r"norm: must have shape \(32,\), got \(31,\)"):
         named(model._replace(norm=model.norm[:-1]), config)
+    tied = from_hf(tiny("qwen3", tie_word_embeddings=True))
+    with pytest.raises(ValueError, match="head: this qwen3 configuration has none"):
+        named(model, tied)
+    biased = model.layers[1]._replace(b_qkv=np.zeros(128, np.float32))
+    with pytest.raises(ValueError, match="b_qkv: this qwen3 configuration has none"):
+        named(model._replace(layers=(model.layers[0], biased)), config)
 
 
 @pytest.mark.parametrize(

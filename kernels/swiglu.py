@@ -1,0 +1,116 @@
+"""SwiGLU (Shazeer 2020, arXiv 2002.05202): the gated activation of an MLP, between its products.
+
+    y = silu(gate) * up    silu(g) = g * s(g)    s(g) = 1 / (1 + exp(-g))
+
+gate and up are the halves of one row, as one product makes them. Backward:
+
+    d_gate = dy * up * (s + silu * (1 - s))    d_up = dy * silu
+
+Computed in float32 and rounded once; transformers rounds silu(gate) to the storage dtype before the
+product. Forward keeps only gate_up, so the backward can give y once more for the weight gradient of
+the down projection.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from surogate.kernels.arrays import Array, empty, namespace, on_device, require, upcast
+from surogate.kernels.nvrtc import THREADS, Source, ctype, vector_width
+from surogate.kernels.pair import Pair
+
+_INSTANCES = [("float", "4"), ("float", "1"), ("bf16", "8"), ("bf16", "1")]
+SOURCE = Source("swiglu", {"swiglu_fwd": _INSTANCES, "swiglu_bwd": _INSTANCES})
+
+
+class SwiGLUResiduals(NamedTuple):
+    gate_up: Float[Array, "tokens both"]
+
+
+def swiglu_fwd(
+    gate_up: Float[Array, "tokens both"],
+) -> tuple[Float[Array, "tokens ffn"], SwiGLUResiduals]:
+    """Returns y [tokens, ffn] of gate_up [tokens, 2 * ffn] (gate columns first), and residuals."""
+    tokens, ffn = _sizes(gate_up)
+    if on_device(gate_up):
+        y = empty((tokens, ffn), gate_up.dtype, like=gate_up)
+        _launch("swiglu_fwd", [y, gate_up], ffn, y)
+    else:
+        gate, up = upcast(gate_up[:, :ffn]), upcast(gate_up[:, ffn:])
+        y = (gate * _sigmoid(gate) * up).astype(gate_up.dtype, copy=False)
+    return y, SwiGLUResiduals(gate_up)
+
+
+def swiglu_bwd(
+    res: SwiGLUResiduals, dy: Float[Array, "tokens ffn"], *, recompute: bool = False
+) -> Float[Array, "tokens both"] | tuple[Float[Array, "tokens both"], Float[Array, "tokens ffn"]]:
+    """Returns d_gate_up, or (d_gate_up, y) with ``recompute``."""
+    d_gate_up = empty(res.gate_up.shape, res.gate_up.dtype, like=dy)
+    y = _backward(res.gate_up, dy, d_gate_up, recompute)
+    return d_gate_up if y is None else (d_gate_up, y)
+
+
+def swiglu_bwd_(
+    res: SwiGLUResiduals, dy: Float[Array, "tokens ffn"], *, recompute: bool = False
+) -> Float[Array, "tokens both"] | tuple[Float[Array, "tokens both"], Float[Array, "tokens ffn"]]:
+    """swiglu_bwd that writes d_gate_up over ``res.gate_up``."""
+    y = _backward(res.gate_up, dy, res.gate_up, recompute)
+    return res.gate_up if y is None else (res.gate_up, y)
+
+
+def _backward(gate_up: Array, dy: Array, d_gate_up: Array, recompute: bool) -> Array | None:
+    """Writes d_gate_up, which may be gate_up itself; returns y if asked."""
+    tokens, ffn = _sizes(gate_up)
+    require(
+        dy.shape == (tokens, ffn) and dy.dtype == gate_up.dtype,
+        f"swiglu_bwd: dy must be {gate_up.dtype}{(tokens, ffn)}, got {dy.dtype}{dy.shape}",
+    )
+    y = empty(dy.shape, dy.dtype, like=dy) if recompute else None
+    if on_device(dy):
+        source = None if d_gate_up is gate_up else gate_up
+        _launch("swiglu_bwd", [d_gate_up, y, dy, source], ffn, dy)
+        return y
+    gate, up, grad = upcast(gate_up[:, :ffn]), upcast(gate_up[:, ffn:]), upcast(dy)
+    s = _sigmoid(gate)
+    silu = gate * s
+    d_gate, d_up, out = grad * up * (s + silu * (1 - s)), grad * silu, silu * up
+    d_gate_up[:, :ffn], d_gate_up[:, ffn:] = d_gate.astype(dy.dtype), d_up.astype(dy.dtype)
+    if y is not None:
+        y[...] = out.astype(dy.dtype)
+    return y
+
+
+def _sizes(gate_up: Array) -> tuple[int, int]:
+    tokens, both = gate_up.shape
+    require(both % 2 == 0, f"swiglu: gate_up must have an even number of columns, got {both}")
+    return tokens, both // 2
+
+
+def _sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x)) with an exponent that cannot overflow."""
+    small = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1, small) / (1 + small)
+
+
+def _launch(kernel: str, arrays: list[Array | None], ffn: int, narrow: Array) -> None:
+    for array in arrays:
+        require(array is None or array.flags.c_contiguous, f"{kernel}: arrays must be C-contiguous")
+    width = vector_width(narrow.dtype) if ffn % vector_width(narrow.dtype) == 0 else 1
+    packs = narrow.size // width
+    require(packs < 1 << 32, f"{kernel}: takes less than 2^32 packs of {width}, got {packs}")
+    if packs:
+        types = (ctype(narrow.dtype), str(width))
+        grid = -(-packs // THREADS)
+        SOURCE.launch(kernel, types, grid, THREADS, [*arrays, narrow.shape[0], ffn])
+
+
+def swiglu_ref(gate_up: Array) -> Array:
+    """Reference of swiglu_fwd."""
+    xp = namespace(gate_up)
+    ffn = gate_up.shape[1] // 2
+    gate, up = gate_up[:, :ffn], gate_up[:, ffn:]
+    return gate / (1 + xp.exp(-gate)) * up
+
+
+swiglu = Pair(swiglu_fwd, swiglu_bwd)

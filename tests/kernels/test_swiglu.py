@@ -1,0 +1,113 @@
+"""SwiGLU against float64 autodiff, in place, recomputed, at the ends of its range, and by split."""
+
+import numpy as np
+import pytest
+
+from surogate.kernels.swiglu import (
+    SwiGLUResiduals,
+    swiglu,
+    swiglu_bwd,
+    swiglu_bwd_,
+    swiglu_fwd,
+    swiglu_ref,
+)
+from tests.oracle import close, normal, oracle, same_bits, to_device, to_host
+
+SIZES = [
+    (1, 8),  # least that 16-byte accesses take
+    (3, 1),  # one column
+    (5, 1015),  # ragged: no 16-byte accesses, rows end inside a block
+    (33, 1016),  # a block spans two rows
+    (2, 12288),  # a model's: a row spans many blocks
+]
+each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+def problem(dtype: str, tokens: int, ffn: int, device: str) -> tuple:
+    """gate_up with gates to both sides of the bend, and dy."""
+    gate_up, dy = normal(dtype, (tokens, 2 * ffn), (tokens, ffn))
+    gate_up[:, :ffn] *= gate_up.dtype.type(3)
+    return to_device(gate_up, device), to_device(dy, device)
+
+
+@pytest.mark.parametrize("tokens,ffn", SIZES)
+@each_dtype
+def test_matches_reference(tokens, ffn, dtype, device):
+    gate_up, dy = problem(dtype, tokens, ffn, device)
+    y, d_gate_up = oracle(swiglu_ref, (gate_up,), dy)
+    got_y, res = swiglu_fwd(gate_up)
+    close(got_y, y, dtype)
+    close(swiglu_bwd(res, dy), d_gate_up, dtype, roundings=8)  # eight operations one after another
+
+
+def test_float64_is_computed_in_float64():
+    gate_up, dy = problem("float64", 4, 9, "host")
+    y, d_gate_up = oracle(swiglu_ref, (gate_up,), dy)
+    got_y, res = swiglu_fwd(gate_up)
+    close(got_y, y, "float64")
+    close(swiglu_bwd(res, dy), d_gate_up, "float64", roundings=8)
+
+
+@pytest.mark.parametrize("ffn", [24, 7])  # with and without 16-byte accesses
+@each_dtype
+def test_recomputed_output_is_that_of_the_forward(ffn, dtype, device):
+    gate_up, dy = problem(dtype, 5, ffn, device)
+    y, res = swiglu_fwd(gate_up)
+    d_gate_up, again = swiglu_bwd(res, dy, recompute=True)
+    same_bits(again, y)
+    same_bits(d_gate_up, swiglu_bwd(res, dy))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@each_dtype
+def test_in_place_gives_the_same_bits(recompute, dtype, device):
+    gate_up, dy = problem(dtype, 5, 40, device)
+    y, res = swiglu_fwd(gate_up)
+    want = swiglu_bwd(res, dy)
+    found = swiglu_bwd_(SwiGLUResiduals(gate_up), dy, recompute=recompute)
+    got, again = found if recompute else (found, y)
+    assert got is gate_up
+    same_bits(got, want)
+    same_bits(again, y)
+
+
+@each_dtype
+def test_far_gates_saturate(dtype, device):
+    gates = np.array([-3e38, -1e4, -90.0, 90.0, 1e4])
+    rows = np.concatenate([gates, np.ones(5)])[None].astype(normal(dtype, (1,)).dtype)
+    gate_up = to_device(rows, device)
+    y, res = swiglu_fwd(gate_up)
+    d_gate_up = to_host(swiglu_bwd(res, swiglu_fwd(gate_up)[0] * 0 + 1)).astype(np.float64)
+    got = to_host(y).astype(np.float64)
+    close(got[0, 3:], to_host(gate_up)[0, 3:5], dtype)
+    close(d_gate_up[0, :5], np.array([0.0, 0, 0, 1, 1]), dtype)
+    assert (np.abs(got[0, :3]) < 1e-30).all()
+
+
+def test_tokens_do_not_depend_on_the_split(device):
+    gate_up, dy = problem("bfloat16", 10, 136, device)
+    y, res = swiglu_fwd(gate_up)
+    d_gate_up = swiglu_bwd(res, dy)
+    for part in (slice(0, 5), slice(5, 10)):
+        part_y, part_res = swiglu_fwd(gate_up[part])
+        same_bits(part_y, y[part])
+        same_bits(swiglu_bwd(part_res, dy[part]), d_gate_up[part])
+
+
+def test_no_tokens(device):
+    gate_up = normal("float32", (0, 16), device=device)
+    y, res = swiglu_fwd(gate_up)
+    assert y.shape == (0, 8)
+    assert swiglu_bwd(res, y).shape == (0, 16)
+
+
+def test_pair_holds_its_functions():
+    assert swiglu.fwd is swiglu_fwd and swiglu.bwd is swiglu_bwd
+
+
+def test_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match="even number of columns, got 7"):
+        swiglu_fwd(normal("float32", (2, 7)))
+    gate_up, dy = problem("float32", 2, 4, "host")
+    with pytest.raises(ValueError, match=r"dy must be float32\(2, 4\), got float64\(2, 4\)"):
+        swiglu_bwd(SwiGLUResiduals(gate_up), dy.astype(np.float64))
