@@ -2,9 +2,9 @@
 
     S = scale * Q K^T    P = softmax(S) over the keys a query reads    O = P V
 
-Query i reads key j when start[i] <= j <= i and, with a window, j > i - window (a window counts the
-query itself). Query head h reads kv head h // (heads / kv_heads). A sink is one more logit a head, in
-the softmax of every query, without a value.
+Query i reads key j when start[i] <= j <= i and, with a window, j > i - window (so a window counts
+the query itself). Query head h reads kv head h // (heads / kv_heads). A sink is one more logit a
+head, in the softmax of every query, without a value.
 
 Backward, with lse = log of the sum of exp(S) (sink included) and delta = sum(do * o) of each query:
     P = exp(S - lse)              dV = P^T dO           (sums over the query heads of a group)
@@ -12,8 +12,8 @@ Backward, with lse = log of the sum of exp(S) (sink included) and delta = sum(do
     d_sink = -sum over queries of exp(sink - lse) * delta
 
 Forward and backward go over tiles and never hold S, after FlashAttention-2 (Dao 2023, arXiv
-2307.08691). What a row costs follows from the lengths of its documents. The kernels take bfloat16 and a
-head_dim of 64, 96, 128 or 256.
+2307.08691). What a row costs follows from the lengths of its documents. The kernels take bfloat16
+and a head_dim of 64, 96, 128 or 256.
 """
 
 import functools
@@ -45,7 +45,7 @@ PADDING = 128  # rows of statistics are a multiple of this: every tile of querie
 
 @dataclass(frozen=True)
 class Tile:
-    """What launching a kernel takes: tokens a block answers for, threads, bytes of shared memory."""
+    """What a launch takes: tokens that a block answers for, threads, bytes of shared memory."""
 
     types: tuple[str, ...]  # template arguments
     rows: int
@@ -86,7 +86,7 @@ def _types(*sizes: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of one head size. Of ``dkdv`` a card uses the first that its shared memory holds."""
+    """The tiles of a head size. Of ``dkdv`` a card uses the first that its shared memory holds."""
 
     forward: Tile
     dkdv: tuple[Tile, ...]
@@ -95,7 +95,7 @@ class Tiles:
 
 
 # A warp's accumulators fill its registers, so that each operand it reads from shared memory feeds
-# as many products as can be. All but the first dkdv tile of 128 fit the 99 KiB of the smallest cards.
+# as many products as can be. All but the first dkdv tile of 128 fit the smallest cards' 99 KiB.
 TILES = {
     64: Tiles(
         _forward_tile(64, row_tiles=2, warps=4, keys=64),
@@ -169,8 +169,8 @@ def attention_fwd(
     q, k and v may be views of wider rows: the distance of two tokens is free. Under ``vjp`` give
     ``sinks`` also when it is None, as backward answers for four arrays.
 
-    Raises ValueError for shapes that do not fit together, a scale that is not positive, a window below
-    1, and, on a card, for another dtype than bfloat16 or a head_dim that has no kernel.
+    Raises ValueError for shapes that do not fit together, a scale that is not positive, a window
+    below 1, and, on a card, for another dtype than bfloat16 or a head_dim that has no kernel.
     """
     _check(q, k, v, sinks, docs, scale, window)
     if on_device(q):
@@ -190,8 +190,8 @@ def attention_bwd(
 ]:
     """Returns (dq, dk, dv, d_sinks); d_sinks is None without sinks.
 
-    dq, dk and dv are views of one fresh buffer [tokens, heads + 2 kv_heads, head_dim], in that order:
-    the gradient of a fused QKV product. ``into`` is the destination of d_sinks.
+    dq, dk and dv are views of one fresh buffer [tokens, heads + 2 kv_heads, head_dim], in that
+    order: the gradient of a fused QKV product. ``into`` is the destination of d_sinks.
     """
     require(
         do.shape == res.q.shape and do.dtype == res.q.dtype,
@@ -259,17 +259,18 @@ def _forward_kernel(
     tile = _tiles(q, head_dim).forward
     o = empty(q.shape, q.dtype, like=q)
     lse = empty((heads, tokens), np.float32, like=q)
+    if tokens == 0:
+        return o, lse
     strides = [_stride("attention_fwd", n, x) for n, x in (("q", q), ("k", k), ("v", v))]
-    if tokens:
-        FORWARD.launch(
-            "attention_fwd",
-            tile.types,
-            -(-tokens // tile.rows) * heads,
-            tile.threads,
-            [o, lse, q, k, v, _float32(sinks), docs.start, tokens, heads, k.shape[1]]
-            + [*strides, _window(window, tokens), float(scale)],
-            shared=tile.shared,
-        )
+    FORWARD.launch(
+        "attention_fwd",
+        tile.types,
+        -(-tokens // tile.rows) * heads,
+        tile.threads,
+        [o, lse, q, k, v, _float32(sinks), docs.start, tokens, heads, k.shape[1]]
+        + [*strides, _window(window, tokens), float(scale)],
+        shared=tile.shared,
+    )
     return o, lse
 
 
@@ -280,10 +281,10 @@ def _backward_kernel(
     kv_heads, tiles = res.k.shape[1], _tiles(do, head_dim)
     padded = -(-tokens // PADDING) * PADDING
     stats = empty((heads, padded, 2), np.float32, like=do)
-    named = (("dq", dq), ("q", res.q), ("k", res.k), ("v", res.v), ("do", do))
-    strides = [_stride("attention_bwd", name, x) for name, x in named]
     if tokens == 0:
         return _sinks_kernel(res, stats, into)
+    named = (("dq", dq), ("q", res.q), ("k", res.k), ("v", res.v), ("do", do))
+    strides = [_stride("attention_bwd", name, x) for name, x in named]
     BACKWARD.launch(
         "attention_bwd_stats",
         (str(head_dim), str(tiles.lanes)),
@@ -339,9 +340,9 @@ def _tiles(x: Array, head_dim: int) -> Tiles:
 def _stride(op: str, name: str, x: Array) -> np.int64:
     """Elements from a token to the next. Its heads must lie together, each token on 16 bytes."""
     size = x.dtype.itemsize
-    inner = (x.shape[2] * size, size)
+    together = x.strides[2] == size and (x.shape[1] == 1 or x.strides[1] == x.shape[2] * size)
     require(
-        x.strides[1:] == inner and x.strides[0] % 16 == 0,
+        together and x.strides[0] % 16 == 0,
         f"{op}: the heads of a token of {name} must lie together, tokens at multiples of 16 bytes; "
         f"got strides of {x.strides} bytes for shape {x.shape}: pass a contiguous array",
     )

@@ -1,7 +1,7 @@
-"""The host version of attention: a document at a time, in blocks of queries, all heads in one product.
+"""The host version of attention: a document at a time, in blocks of queries, all heads at once.
 
-The formulas stand in attention.py. Memory beside inputs and outputs is a float32 copy of them and a few
-arrays of SCORES scores, whatever the length of a document.
+The formulas stand in attention.py. Memory beside inputs and outputs is a float32 copy of them and a
+few arrays of SCORES scores, whatever the length of a document.
 """
 
 from collections.abc import Iterator

@@ -177,7 +177,8 @@ class WeightGradient:
 def _prepare(name: str, x: Any, weight: Any, labels: Any, chunk: int | None) -> tuple[int, Any]:
     """The number of tokens in a chunk, and the buffer for their logits."""
     tokens, vocab = len(x), len(weight)
-    require(len(labels) == tokens > 0, f"{name}: expected {tokens} > 0 labels, got {len(labels)}")
+    require(tokens == len(labels), f"{name}: expected {tokens} labels, got {len(labels)}")
+    require(tokens > 0, f"{name}: expected at least one token, got none")
     require(chunk is None or chunk > 0, f"{name}: chunk must be positive, got {chunk}")
     chunk = min(tokens, chunk or default_chunk(tokens, vocab, x.dtype.itemsize))
     return chunk, empty((chunk, vocab), x.dtype, like=x)

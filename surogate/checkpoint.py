@@ -1,40 +1,60 @@
 """Checkpoints of a run: step_00000050/ with the trained weights, the optimizer's state and a manifest.
 
 A checkpoint is written beside its final name, every file and the folder are synced to the disk, and then
-the folder is renamed and its parent synced. So a folder named step_NNNNNNNN is whole, whatever moment
-the machine stops at; ``newest`` also checks that every file has the size that the manifest says.
+the folder is renamed and its parent synced; a folder is renamed before it is removed. So a folder named
+step_NNNNNNNN is whole whatever moment the machine stops at, and one that is not was damaged afterwards:
+``load`` says so rather than going on from less.
 
-    trained.safetensors    trained weights under their checkpoint (or PEFT) names
-    optimizer.safetensors  masters and moments under the same names with a prefix
-    checkpoint.json        step, settings, and the size and SHA-256 of each file
+    trained.safetensors    trained weights by their place in the tree
+    optimizer.safetensors  number of updates, moments and masters under the same names with a prefix
+    checkpoint.json        step, settings, sources, and the size and SHA-256 of each file
+
+Arrays are written and read one at a time: a checkpoint costs no memory but its largest array.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors import safe_open
 
 from surogate.errors import UserError
+from surogate.kernels.arrays import BF16
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"
 TRAINED, OPTIMIZER = "trained.safetensors", "optimizer.safetensors"
+# safetensors' names of the dtypes that a state holds.
+DTYPES = {
+    BF16: "BF16",
+    np.dtype(np.float32): "F32",
+    np.dtype(np.float64): "F64",
+    np.dtype(np.int64): "I64",
+}
 
 
 class Checkpoint(NamedTuple):
-    """What a run needs to go on: arrays are NumPy, names are the checkpoint's."""
+    """What a run needs to go on. Arrays may lie on the host or the device."""
 
     step: int
-    trained: dict[str, np.ndarray]
-    optimizer: dict[str, np.ndarray]
+    trained: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    settings: Mapping[str, Any]  # that decide what is computed
+    sources: Mapping[str, str]  # hashes of what the settings point at: rows, frozen weights
+
+
+class Saved(NamedTuple):
+    """A checkpoint on the disk whose files are what its manifest says."""
+
+    path: Path
+    step: int
     settings: dict[str, Any]
+    sources: dict[str, str]
 
 
 def save(directory: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
@@ -43,69 +63,97 @@ def save(directory: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
     Raises UserError when the disk refuses; what was there before stays whole.
     """
     final = directory / f"step_{checkpoint.step:08d}"
-    partial = directory / f".partial-{final.name}"
+    partial = _partial(final)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         files = {TRAINED: checkpoint.trained, OPTIMIZER: checkpoint.optimizer}
-        for name, arrays in files.items():
-            save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, partial / name)
         manifest = {
             "format": FORMAT,
             "step": checkpoint.step,
             "settings": checkpoint.settings,
-            "files": {name: _facts(partial / name) for name in files},
+            "sources": checkpoint.sources,
+            "files": {name: _write(partial / name, _blocks(a)) for name, a in files.items()},
         }
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        for path in (*partial.iterdir(), partial):
-            _sync(path)
-        shutil.rmtree(final, ignore_errors=True)
+        _write(partial / MANIFEST, iter([json.dumps(manifest, indent=1).encode()]))
+        _sync(partial)
+        if final.exists():
+            _remove(final)
         os.replace(partial, final)
         _sync(directory)
-    except (OSError, SafetensorError) as error:
+        for old in _steps(directory)[:-keep]:
+            _remove(old)
+    except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
-            f"{final}: cannot write the checkpoint: {_reason(error)}; earlier checkpoints are whole"
+            f"{final}: cannot write the checkpoint: {reason(error)}; earlier checkpoints are whole"
         ) from None
-    for old in _steps(directory)[:-keep]:
-        _remove(old)
     return final
 
 
 def newest(directory: Path) -> Path | None:
-    """The newest whole checkpoint under ``directory``, or None. Removes what an interrupted save left."""
-    if not directory.is_dir():
-        return None
+    """The newest checkpoint under ``directory``, or None. Removes what an interrupted save left."""
     for leftover in directory.glob(".partial-step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    for path in reversed(_steps(directory)):
-        if _whole(path):
-            return path
-    return None
+    steps = _steps(directory)
+    return steps[-1] if steps else None
 
 
-def load(path: Path) -> Checkpoint:
-    """Reads a checkpoint and checks every file against its manifest. Raises UserError naming the file."""
-    manifest = _manifest(path)
-    if manifest is None:
-        raise UserError(f"{path}: {MANIFEST} is missing or is not JSON; use an older checkpoint")
-    if manifest["format"] != FORMAT:
+def discard(directory: Path) -> None:
+    """Removes all checkpoints under ``directory``. Raises UserError when that is refused."""
+    for path in _steps(directory):
+        try:
+            _remove(path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be removed: {reason(error)}") from None
+
+
+def load(path: Path) -> Saved:
+    """Reads a manifest and checks every file against it. Raises UserError naming the file."""
+    remedy = f"remove {path} to go on from the checkpoint before it"
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError):
+        raise UserError(f"{path / MANIFEST}: is missing or damaged; {remedy}") from None
+    if manifest.get("format") != FORMAT:
         raise UserError(
-            f"{path}: is of format {manifest['format']}, this version reads format {FORMAT}"
+            f"{path}: is of format {manifest.get('format')}, this version reads format {FORMAT}"
         )
-    arrays = {}
     for name, facts in manifest["files"].items():
-        found = _facts(path / name) if (path / name).exists() else None
+        try:
+            found = _facts(path / name)
+        except OSError as error:
+            raise UserError(f"{path / name}: {reason(error)}; {remedy}") from None
         if found != facts:
+            raise UserError(f"{path / name}: is not what {MANIFEST} says (damaged); {remedy}")
+    return Saved(path, manifest["step"], manifest["settings"], manifest["sources"])
+
+
+def fill_(file: Path, arrays: Mapping[str, Any], *, put: Callable[[Any], Any]) -> None:
+    """Writes the arrays of a checkpoint's file into arrays of the same names, one at a time.
+
+    ``put`` moves a NumPy array beside them. Raises UserError when a name, shape or dtype differs.
+    """
+    with safe_open(file, "numpy") as tensors:
+        different = sorted(arrays.keys() ^ set(tensors.keys()))
+        if different:
             raise UserError(
-                f"{path / name}: does not match {MANIFEST} (damaged); remove {path} and resume again"
+                f"{file}: is of another run: {different[0]} is on one side alone "
+                f"({len(different)} such arrays)"
             )
-        arrays[name] = load_file(path / name)
-    return Checkpoint(manifest["step"], arrays[TRAINED], arrays[OPTIMIZER], manifest["settings"])
+        for name, array in arrays.items():
+            saved = tensors.get_tensor(name)
+            if saved.shape != array.shape or saved.dtype != array.dtype:
+                raise UserError(
+                    f"{file}: {name} is {saved.dtype}{list(saved.shape)}, "
+                    f"this run has {array.dtype}{list(array.shape)}"
+                )
+            array[...] = put(saved)
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One line for each setting that differs between a checkpoint and this run."""
+    """A few words for each setting that differs between a checkpoint and this run."""
+    now = json.loads(json.dumps(now))  # as it comes back from a file: lists for tuples
     return [
         f"{key}: {saved.get(key)!r} in the checkpoint, {now.get(key)!r} now"
         for key in sorted({*saved, *now})
@@ -113,23 +161,42 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _steps(directory: Path) -> list[Path]:
-    return sorted(p for p in directory.glob("step_*") if p.is_dir() and p.name[5:].isdigit())
+def reason(error: OSError) -> str:
+    """What an OSError says, in lower case. NumPy's own, of a write cut short, has no number."""
+    if error.strerror:
+        return error.strerror.lower()
+    return f"{error}; is the disk full?"
 
 
-def _manifest(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError):
-        return None
+def _blocks(arrays: Mapping[str, Any]) -> Iterator[Any]:
+    """The bytes of a safetensors file: length of the header, the header, and each array."""
+    header, offset = {}, 0
+    for name, array in arrays.items():
+        span = [offset, offset + array.nbytes]
+        header[name] = {
+            "dtype": DTYPES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": span,
+        }
+        offset = span[1]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for array in arrays.values():
+        host = array if isinstance(array, np.ndarray) else array.get()
+        yield np.ascontiguousarray(host).reshape(-1).view(np.uint8)
 
 
-def _whole(path: Path) -> bool:
-    manifest = _manifest(path)
-    return manifest is not None and all(
-        (path / name).exists() and (path / name).stat().st_size == facts["bytes"]
-        for name, facts in manifest["files"].items()
-    )
+def _write(path: Path, blocks: Iterator[Any]) -> dict[str, Any]:
+    """Writes and syncs a file; returns what the manifest says of it."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for block in blocks:
+            digest.update(block)
+            size += file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def _facts(path: Path) -> dict[str, Any]:
@@ -138,23 +205,26 @@ def _facts(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
+def _steps(directory: Path) -> list[Path]:
+    found = [p for p in directory.glob("step_*") if p.is_dir() and p.name[5:].isdigit()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".partial-{path.name}")
+
+
+def _remove(path: Path) -> None:
+    """Renames first, so that a folder with the name of a checkpoint is never half removed."""
+    doomed = path.with_name(f".partial-{path.name}-old")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.replace(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
 def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _remove(path: Path) -> None:
-    """Renames first, so that a folder with the name of a checkpoint is never half removed."""
-    doomed = path.with_name(f".partial-{path.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.replace(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror.lower()
-    return str(error)

@@ -20,20 +20,19 @@ import numpy as np
 
 from surogate import __version__
 from surogate import checkpoint as checkpoints
+from surogate.choices import optimizer_of, options_of
 from surogate.config import Config, config_to_dict, ignored
 from surogate.data.loader import EvalLoader, Loader, Prefetch
 from surogate.device import Device, choose_device
 from surogate.errors import UserError
-from surogate.kernels.arrays import BF16, F32
 from surogate.light import Light
 from surogate.models.blocks import Settings
-from surogate.optim.adamw import AdamWConfig
 from surogate.optim.schedule import Schedule
 from surogate.optim.state import named_leaves, state_from_named, state_to_named
 from surogate.report import EvalRecord, Reporter, StepRecord
 from surogate.settings import BOOKKEEPING
 from surogate.setup import Sources, export, load_rows, load_sources
-from surogate.step import Pending, StepOptions, TrainStep
+from surogate.step import Pending, TrainStep
 
 UNUSABLE_LIMIT = 20  # updates in a row with a gradient that is not finite
 
@@ -276,27 +275,9 @@ def schedule(config: Config, total: int) -> Schedule:
 
 def train_step(config: Config, device: Device, sources: Sources) -> TrainStep:
     """The arrays and functions of a run's step."""
-    low = device.compute == BF16
-    master = config.lora_dtype if config.lora else (config.master_dtype or "bf16")
-    tokens = config.per_device_train_batch_size * config.sequence_len
-    wide_grads = config.gradient_dtype == "fp32" or (config.gradient_dtype is None and config.lora)
-    optimizer = AdamWConfig(
-        beta1=config.adamw_beta1,
-        beta2=config.adamw_beta2,
-        epsilon=config.adamw_epsilon,
-        weight_decay=config.weight_decay,
-        master_dtype="float32" if master == "fp32" else "bfloat16",
-        seed=config.train_seed & 0xFFFFFFFF,
-    )
-    options = StepOptions(
-        tokens=tokens,
-        recompute=config.recompute,
-        chunk=None if config.lmhead_chunks is None else -(-tokens // config.lmhead_chunks),
-        gradient_dtype=np.dtype(BF16 if low and not wide_grads else F32),
-        max_grad_norm=config.max_grad_norm,
-        graphs=config.use_cuda_graphs and device.kind == "cuda",
-    )
+    options = options_of(config, device.kind, device.compute)
     settings = Settings(sources.model_config, sources.lora)
+    optimizer = optimizer_of(config)
     return TrainStep(device, sources.model, sources.adapter, settings, optimizer, options)
 
 

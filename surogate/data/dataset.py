@@ -4,7 +4,7 @@ The result lies in a folder named by a hash of everything it depends on: the byt
 rows are read, the tokenizer and its template, the masks, the length and packing of rows, and the
 version of this format. A run that changes none of it tokenises nothing. A folder is written beside
 its place and renamed when it is whole; a lock lets processes that ask for the same rows share one
-build. Arrays are memory-mapped, so the data need not fit into memory.
+build.
 """
 
 import fcntl
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -25,7 +25,8 @@ from jaxtyping import Int32, Int64
 from surogate.config import Config, DatasetConfig
 from surogate.data.chat import LossScale
 from surogate.data.formats import Layout, layout_of
-from surogate.data.pack import Packing, Plan, fill_rows, plan_rows
+from surogate.data.pack import Packing, Plan, plan_rows
+from surogate.data.packed import Flat, Packed, open_packed, write_packed
 from surogate.data.sources import Row, Source, open_source
 from surogate.data.tokenise import Chunk, Job, batches, tokenise
 from surogate.data.vocabulary import Vocabulary, load_tokenizer
@@ -35,60 +36,6 @@ from surogate.kernels.batch import IGNORED
 _FORMAT = 1  # change it with anything that changes the arrays or their meaning
 
 Progress = Callable[[int, int], None]  # documents and tokens so far
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What packing found. tokens counts those in the rows, padding left out."""
-
-    documents: int
-    tokens: int
-    supervised: int
-    rows: int
-    truncated: int  # documents longer than a row that lost their end
-    unsupervised: int  # documents left out because no token of them is a target
-    packing: Packing
-    fill: float  # share of the positions that hold tokens
-
-
-class Packed(NamedTuple):
-    """Rows of sequence_len tokens. labels are shifted; lengths[bounds[i]:bounds[i+1]] are row i's.
-
-    reused tells that the rows were found on disk.
-    """
-
-    tokens: Int32[np.ndarray, "rows sequence_len"]
-    labels: Int32[np.ndarray, "rows sequence_len"]
-    lengths: Int32[np.ndarray, " lengths"]
-    bounds: Int64[np.ndarray, " bounds"]
-    report: Report
-    reused: bool
-
-    @property
-    def rows(self) -> int:
-        return self.report.rows
-
-    @property
-    def sequence_len(self) -> int:
-        return int(self.tokens.shape[1])
-
-    @property
-    def supervised(self) -> int:
-        return self.report.supervised
-
-    @property
-    def fill(self) -> float:
-        return self.report.fill
-
-    def row(
-        self, index: int
-    ) -> tuple[
-        Int32[np.ndarray, " sequence_len"],
-        Int32[np.ndarray, " sequence_len"],
-        Int32[np.ndarray, " documents"],
-    ]:
-        """Tokens, labels and the lengths of the documents of a row; lengths sum to the row's."""
-        inside = slice(int(self.bounds[index]), int(self.bounds[index + 1]))
-        return self.tokens[index], self.labels[index], self.lengths[inside]
 
 
 class _Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,9 +126,10 @@ def prepare_split(
                 made.rename(folder)
             finally:
                 shutil.rmtree(made, ignore_errors=True)
-    train = _open(folder / "train", reused)
+    train = open_packed(folder / "train", reused=reused)
     evaluation = folder / "evaluation"
-    return train, _open(evaluation, reused) if evaluation.is_dir() else None
+    held = open_packed(evaluation, reused=reused) if evaluation.is_dir() else None
+    return train, held
 
 
 def load_data(
@@ -240,16 +188,6 @@ def _locked(file: Path) -> Iterator[None]:
         yield
 
 
-class _Flat(NamedTuple):
-    """All documents one after another, on disk, and what packing must know of each."""
-
-    tokens: Int32[np.ndarray, " stream"]
-    labels: Int32[np.ndarray, " stream"]
-    lengths: Int64[np.ndarray, " documents"]
-    first_target: Int64[np.ndarray, " documents"]  # its first position with a label, or its length
-    rows: Int64[np.ndarray, " documents"]
-
-
 def _build(
     folder: Path,
     recipe: _Recipe,
@@ -282,7 +220,7 @@ def _build(
         )
     parts = _parts(flat, usable, recipe, packing)
     for name, (plan, chosen, left_out) in parts.items():
-        _write_part(folder / name, flat, plan, chosen, left_out, recipe.sequence_len, packing)
+        write_packed(folder / name, flat, plan, chosen, left_out, recipe.sequence_len, packing)
     del flat
     for name in ("tokens.bin", "labels.bin"):
         (folder / name).unlink()
@@ -302,7 +240,7 @@ def _jobs(opened: Sequence[tuple[Layout, Iterator[Row]]]) -> Iterator[Job]:
             yield layout, batch
 
 
-def _write_flat(folder: Path, chunks: Iterator[Chunk], progress: Progress | None) -> _Flat:
+def _write_flat(folder: Path, chunks: Iterator[Chunk], progress: Progress | None) -> Flat:
     lengths, firsts, rows = [], [], []
     documents = tokens = 0
     with (folder / "tokens.bin").open("wb") as ids, (folder / "labels.bin").open("wb") as targets:
@@ -317,7 +255,7 @@ def _write_flat(folder: Path, chunks: Iterator[Chunk], progress: Progress | None
             tokens += len(chunk.tokens)
             if progress is not None:
                 progress(documents, tokens)
-    return _Flat(
+    return Flat(
         _stream(folder / "tokens.bin"),
         _stream(folder / "labels.bin"),
         np.concatenate([*lengths, np.empty(0, np.int64)]),
@@ -349,7 +287,7 @@ def _labels(
 _Part = tuple[Plan, Int64[np.ndarray, " chosen"], int]
 
 
-def _parts(flat: _Flat, usable: np.ndarray, recipe: _Recipe, packing: Packing) -> dict[str, _Part]:
+def _parts(flat: Flat, usable: np.ndarray, recipe: _Recipe, packing: Packing) -> dict[str, _Part]:
     """Plan, documents and count of documents left out, of each part."""
     rows = np.unique(flat.rows[usable])
     count = min(max(1, round(recipe.ratio * len(rows))), len(rows) - 1) if recipe.ratio else 0
@@ -382,55 +320,4 @@ def _between(plan: Plan, begin: int, end: int) -> Plan:
         plan.row[keep] - begin,
         end - begin,
         plan.truncated,
-    )
-
-
-def _write_part(
-    folder: Path,
-    flat: _Flat,
-    plan: Plan,
-    chosen: Int64[np.ndarray, " chosen"],
-    left_out: int,
-    sequence_len: int,
-    packing: Packing,
-) -> None:
-    folder.mkdir()
-    shape = (plan.rows, sequence_len)
-    tokens, labels = (
-        np.lib.format.open_memmap(folder / f"{name}.npy", "w+", np.int32, shape)
-        for name in ("tokens", "labels")
-    )
-    ends = np.cumsum(flat.lengths)
-    begins = ends - flat.lengths
-    lengths, bounds = fill_rows(
-        plan, flat.tokens, flat.labels, begins[chosen], ends[chosen], tokens, labels
-    )
-    np.save(folder / "lengths.npy", lengths)
-    np.save(folder / "bounds.npy", bounds)
-    held = int(plan.length.sum())
-    report = Report(
-        documents=len(np.unique(plan.document)),
-        tokens=held,
-        supervised=sum(
-            int((labels[i : i + 1024] != IGNORED).sum()) for i in range(0, plan.rows, 1024)
-        ),
-        rows=plan.rows,
-        truncated=plan.truncated,
-        unsupervised=left_out,
-        packing=packing,
-        fill=held / (plan.rows * sequence_len),
-    )
-    tokens.flush()
-    labels.flush()
-    (folder / "report.json").write_bytes(msgspec.json.encode(report))
-
-
-def _open(folder: Path, reused: bool) -> Packed:
-    return Packed(
-        np.load(folder / "tokens.npy", mmap_mode="r"),
-        np.load(folder / "labels.npy", mmap_mode="r"),
-        np.load(folder / "lengths.npy"),
-        np.load(folder / "bounds.npy"),
-        msgspec.json.decode((folder / "report.json").read_bytes(), type=Report),
-        reused,
     )

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from surogate.data.dataset import Packed
+from surogate.data.packed import Packed
 from surogate.errors import UserError
 from surogate.kernels.arrays import require
 from surogate.kernels.batch import IGNORED, Batch, docs_from_lengths, positions_of

@@ -63,7 +63,7 @@ class Encoder:
     ) -> None:
         self.vocabulary = vocabulary
         self.vocab_size = vocab_size
-        self.loss_scale = loss_scale
+        self.loss_scale: LossScale = loss_scale
         self.threads = threads
 
     def encode(self, layout: Layout, rows: Sequence[tuple[int, Row]]) -> Chunk:

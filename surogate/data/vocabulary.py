@@ -159,8 +159,12 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str | dict[str, str]
     value = _json(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, list):
-        value = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-    if isinstance(value, dict) and all(isinstance(x, str) for item in value.items() for x in item):
-        return value
+    items = value if isinstance(value, list) else []
+    named = {
+        item["name"]: item["template"]
+        for item in items
+        if isinstance(item, dict) and {"name", "template"} <= set(item)
+    }
+    if named and all(isinstance(part, str) for pair in named.items() for part in pair):
+        return named
     raise UserError(f"{folder}: chat_template must be a text or a list of name and template")

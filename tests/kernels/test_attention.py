@@ -17,11 +17,12 @@ from surogate.kernels.batch import Docs, docs_from_lengths
 from surogate.kernels.pair import vjp
 from tests.oracle import close, normal, oracle, same_bits, to_device, to_host
 
-OUT = 4  # roundings of o: of the weights before the product, and of the result
-GRAD = 12  # of gradients: also of o in delta, and of dS, whose summands cancel
+# Roundings, of values of size 1, as o and the summands of all gradients are for unit normals.
+OUT = 3  # of the weights before the product, and of the result
+GRAD = 8  # also of o in delta, which is dS's subtrahend, and of dS
 
 ONE = [130]  # a tile edge and a ragged end
-EDGES = [1, 2, 3, 58, 64, 1, 63]  # least documents; borders on and off tile edges
+EDGES = [1, 2, 3, 58, 64, 1, 20]  # least documents; borders on and off tile edges
 ALIGNED = [64, 128]  # no ragged end
 PACKS = pytest.mark.parametrize("lengths", [ONE, EDGES, ALIGNED], ids=["one", "edges", "aligned"])
 HEADS = pytest.mark.parametrize("heads,kv_heads", [(2, 2), (4, 2), (4, 1), (7, 1)])
@@ -54,11 +55,11 @@ def check(device, lengths, heads, kv_heads, head_dim, *, dtype="bfloat16", windo
     settings = dict(docs=docs_from_lengths(lengths), scale=head_dim**-0.5, window=window)
     o, *grads = oracle(partial(attention_ref, **settings), (*arrays, sinks), do)
     got_o, *got = run(device, arrays, sinks, do, lengths, window=window)
-    close(got_o, o, dtype, roundings=OUT)
-    for grad, want in zip(got[:3], grads[:3], strict=True):
-        close(grad, want, dtype, roundings=GRAD)
-    if sinks is not None:
-        close(got[3], grads[3], dtype, roundings=GRAD)
+    terms = 1 if dtype == "bfloat16" else head_dim  # products are summed in float32 at least
+    close(got_o, o, dtype, roundings=OUT, terms=terms, scale=1)
+    for grad, want in zip(got, grads, strict=True):
+        if want is not None:
+            close(grad, want, dtype, roundings=GRAD, terms=terms, scale=1)
 
 
 @HEADS
@@ -67,7 +68,7 @@ def test_matches_reference(heads, kv_heads, head_dim, device):
     check(device, EDGES, heads, kv_heads, head_dim)
 
 
-@PACKS
+@pytest.mark.parametrize("lengths", [ONE, ALIGNED], ids=["one", "aligned"])
 @HEAD_DIMS
 def test_documents(lengths, head_dim, device):
     check(device, lengths, 2, 1, head_dim)
@@ -80,7 +81,7 @@ def test_window(lengths, window, device):
 
 
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("size", [1.0, 30.0])  # like the logits; far above them
+@pytest.mark.parametrize("size", [1.0, 4.0])  # like the logits; above them
 def test_sinks(window, size, device):
     sinks = size * normal("float32", (4,), seed=3)
     check(device, EDGES, 4, 2, 64, window=window, sinks=sinks)
@@ -115,14 +116,14 @@ def test_matches_torch(device):
         parts.append(o[0].transpose(0, 1))
     o = torch.cat(parts)
     grads = torch.autograd.grad(o, leaves, torch.tensor(do.astype(np.float64)))
-    close(got[0], o.detach().numpy(), "bfloat16", roundings=OUT)
+    close(got[0], o.detach().numpy(), "bfloat16", roundings=OUT, scale=1)
     for grad, want in zip(got[1:4], grads, strict=True):
-        close(grad, want.numpy(), "bfloat16", roundings=GRAD)
+        close(grad, want.numpy(), "bfloat16", roundings=GRAD, scale=1)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_views(head_dim, device):
-    """q and k in a buffer of their own, v and do in wider ones: the same bits as contiguous arrays."""
+    """q and k in one buffer, v and do in wider ones: the same bits as contiguous arrays."""
     lengths, heads, kv_heads = [70, 3, 57], 4, 2
     q, k, v, do = problem(lengths, heads, kv_heads, head_dim)
     rotated = np.concatenate([q, k], 1)
@@ -197,10 +198,10 @@ def test_packed_equals_alone(window, device):
         end += length
         alone = run(device, [x[here] for x in arrays], None, do[here], [length], window=window)
         for a, b in zip(packed[:4], alone[:4], strict=True):
-            close(to_host(a)[here], b, "bfloat16", roundings=OUT)
+            close(to_host(a)[here], b, "bfloat16", roundings=OUT, scale=1)
 
 
-def test_lse_and_its_gradient_weights(device):
+def test_lse(device):
     """lse is the natural logarithm of the sum of exp(scale q k), sink included."""
     q, k, v, _ = problem([9], 1, 1, 64)
     sinks = np.array([0.5], np.float32)
@@ -274,8 +275,7 @@ def test_refuses(change, message):
 )
 def test_kernels_refuse(dtype, head_dim, message, device):
     if device == "host":
-        head_dim, dtype = head_dim, dtype  # the host version takes both
-        check(device, [5], 2, 1, head_dim, dtype=dtype)
+        check(device, [5], 2, 1, head_dim, dtype=dtype)  # the host version takes both
         return
     q, k, v, _ = (to_device(x, device) for x in problem([5], 2, 1, head_dim, dtype))
     with pytest.raises(ValueError, match=message):
@@ -300,6 +300,6 @@ def test_large(lengths, head_dim, window):
     *arrays, do = problem(lengths, 8, 2, head_dim)
     want = run("host", arrays, None, do, lengths, window=window)
     got = run("cuda", arrays, None, do, lengths, window=window)
-    close(got[0], want[0], "bfloat16", roundings=OUT)
+    close(got[0], want[0], "bfloat16", roundings=OUT, scale=1)
     for a, b in zip(got[1:4], want[1:4], strict=True):
-        close(a, b, "bfloat16", roundings=GRAD)
+        close(a, b, "bfloat16", roundings=GRAD, scale=1)

@@ -1,4 +1,4 @@
-"""linear: bias, residual and adapters of parts against the reference; gradients into every buffer."""
+"""linear: bias, residual and adapters of parts against the reference; gradients into buffers."""
 
 from functools import partial
 
@@ -190,7 +190,8 @@ def test_column_sum(rows, columns, dtype, device):
     close(into, want + 1, "float32", scale=scale, terms=rows)
     wide = normal(dtype, (rows, columns + 3), device=device)
     view = wide[:, 1 : 1 + columns]
-    close(column_sum(view, dtype=x.dtype), to_host(view).astype(np.float64).sum(axis=0), dtype, scale=scale, terms=terms)  # fmt: skip
+    want = to_host(view).astype(np.float64).sum(axis=0)
+    close(column_sum(view, dtype=x.dtype), want, dtype, scale=scale, terms=terms)
 
 
 def test_refusals():

@@ -16,7 +16,7 @@ from tests.emulator.sample import Sample
 for _module in pkgutil.iter_modules(surogate.kernels.__path__):
     importlib.import_module(f"surogate.kernels.{_module.name}")
 
-GENERATIONS = ["80", "90a", "120a"]  # `make kernels` compiles for all of nvrtc.ARCHITECTURES
+GENERATIONS = ["80", "90a", "120a"]  # `make compile` compiles for all of nvrtc.ARCHITECTURES
 TEXT = """#include "common.cuh"
 template <typename T> __global__ void twice(T* y, const T* x) {
     y[threadIdx.x] = from_float<T>(2.0f * to_float(x[threadIdx.x]));
@@ -97,7 +97,7 @@ def test_launch_passes_three_sizes_and_the_arguments(monkeypatch: pytest.MonkeyP
     seen: list[Any] = []
     monkeypatch.setattr(Backend, "launch", lambda *args: seen.append(args))
     source, y = Sample("twice", INSTANCES, TEXT), np.zeros(1, np.float32)
-    source.launch("zero", (), np.int64(2), (3, 4), [y], shared=16)
+    source.launch("zero", (), 2, (3, 4), [y], shared=16)
     assert seen == [(source, "zero", (), (2, 1, 1), (3, 4, 1), [y], 16)]
 
 
@@ -119,7 +119,7 @@ def test_arguments_have_the_width_of_the_signature(value: Any, want: Any) -> Non
 def test_names_and_widths_of_dtypes() -> None:
     assert [nvrtc.ctype(d) for d in ("float32", BF16, np.int32)] == ["float", "bf16", "int"]
     assert [nvrtc.vector_width(d) for d in ("float32", BF16, np.uint8)] == [4, 8, 16]
-    with pytest.raises(ValueError, match="no kernel takes float64; kernels take float, bf16"):
+    with pytest.raises(ValueError, match="no kernel takes float64; kernels take float32, bfloat16"):
         nvrtc.ctype(np.float64)
 
 

@@ -5,8 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from surogate.data.dataset import Packed, Report
 from surogate.data.loader import EvalLoader, Loader, Prefetch, permutation
+from surogate.data.packed import Packed, Report
 from surogate.errors import UserError
 
 LENGTH = 6
@@ -29,7 +29,9 @@ def _packed(rows):
         fill=5 / LENGTH,
     )
     bounds = np.arange(0, 3 * rows + 1, 3)
-    return Packed(tokens, labels, np.tile(np.int32([2, 3, 1]), rows), bounds, report, False)
+    return Packed(
+        tokens, labels, np.tile(np.array([2, 3, 1], np.int32), rows), bounds, report, False
+    )
 
 
 def _same(one, other):

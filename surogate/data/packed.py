@@ -1,0 +1,135 @@
+"""Packed rows in a folder: two arrays of rows, the lengths of their documents, and a report.
+
+tokens.npy and labels.npy are memory-mapped, so the rows need not fit into memory.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from jaxtyping import Int32, Int64
+
+from surogate.data.pack import Packing, Plan, fill_rows
+from surogate.kernels.batch import IGNORED
+
+
+class Flat(NamedTuple):
+    """All documents one after another, on disk, and what packing must know of each."""
+
+    tokens: Int32[np.ndarray, " stream"]
+    labels: Int32[np.ndarray, " stream"]
+    lengths: Int64[np.ndarray, " documents"]
+    first_target: Int64[np.ndarray, " documents"]  # its first position with a label, or its length
+    rows: Int64[np.ndarray, " documents"]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What packing found. tokens counts those in the rows, padding left out."""
+
+    documents: int
+    tokens: int
+    supervised: int
+    rows: int
+    truncated: int  # documents longer than a row that lost their end
+    unsupervised: int  # documents left out because no token of them is a target
+    packing: Packing
+    fill: float  # share of the positions that hold tokens
+
+
+class Packed(NamedTuple):
+    """Rows of sequence_len tokens. labels are shifted; lengths[bounds[i]:bounds[i+1]] are row i's.
+
+    reused tells that the rows were found on disk.
+    """
+
+    tokens: Int32[np.ndarray, "rows sequence_len"]
+    labels: Int32[np.ndarray, "rows sequence_len"]
+    lengths: Int32[np.ndarray, " lengths"]
+    bounds: Int64[np.ndarray, " bounds"]
+    report: Report
+    reused: bool
+
+    @property
+    def rows(self) -> int:
+        return self.report.rows
+
+    @property
+    def sequence_len(self) -> int:
+        return int(self.tokens.shape[1])
+
+    @property
+    def supervised(self) -> int:
+        return self.report.supervised
+
+    @property
+    def fill(self) -> float:
+        return self.report.fill
+
+    def row(
+        self, index: int
+    ) -> tuple[
+        Int32[np.ndarray, " sequence_len"],
+        Int32[np.ndarray, " sequence_len"],
+        Int32[np.ndarray, " documents"],
+    ]:
+        """Tokens, labels and the lengths of the documents of a row; lengths sum to the row's."""
+        inside = slice(int(self.bounds[index]), int(self.bounds[index + 1]))
+        return self.tokens[index], self.labels[index], self.lengths[inside]
+
+
+def write_packed(
+    folder: Path,
+    flat: Flat,
+    plan: Plan,
+    chosen: Int64[np.ndarray, " chosen"],
+    left_out: int,
+    sequence_len: int,
+    packing: Packing,
+) -> None:
+    """Fills the planned rows and saves them.
+
+    The plan counts documents within chosen, which are indices into flat; left_out is the number of
+    documents that the caller found to have no target.
+    """
+    folder.mkdir()
+    shape = (plan.rows, sequence_len)
+    tokens, labels = (
+        np.lib.format.open_memmap(folder / f"{name}.npy", "w+", np.int32, shape)
+        for name in ("tokens", "labels")
+    )
+    ends = np.cumsum(flat.lengths)
+    begins = ends - flat.lengths
+    lengths, bounds = fill_rows(
+        plan, flat.tokens, flat.labels, begins[chosen], ends[chosen], tokens, labels
+    )
+    np.save(folder / "lengths.npy", lengths)
+    np.save(folder / "bounds.npy", bounds)
+    held = int(plan.length.sum())
+    report = Report(
+        documents=len(np.unique(plan.document)),
+        tokens=held,
+        supervised=sum(
+            int((labels[i : i + 1024] != IGNORED).sum()) for i in range(0, plan.rows, 1024)
+        ),
+        rows=plan.rows,
+        truncated=plan.truncated,
+        unsupervised=left_out,
+        packing=packing,
+        fill=held / (plan.rows * sequence_len),
+    )
+    tokens.flush()
+    labels.flush()
+    (folder / "report.json").write_bytes(msgspec.json.encode(report))
+
+
+def open_packed(folder: Path, *, reused: bool) -> Packed:
+    """Maps rows that write_packed saved."""
+    return Packed(
+        np.load(folder / "tokens.npy", mmap_mode="r"),
+        np.load(folder / "labels.npy", mmap_mode="r"),
+        np.load(folder / "lengths.npy"),
+        np.load(folder / "bounds.npy"),
+        msgspec.json.decode((folder / "report.json").read_bytes(), type=Report),
+        reused,
+    )
