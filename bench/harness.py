@@ -1,8 +1,9 @@
 """What a benchmark is (``Case``) and how it is timed on a card.
 
-A case states the bytes it must move or the operations it must do; the harness reports the median time and
-the share of the copy or matrix-product rate measured in the same sitting. Arguments are rotated between
-buffers larger than the L2 cache by the cases themselves; timing uses CUDA events around batches of calls.
+A case states the bytes it must move or the operations it must do; the harness reports the median
+time and the share of the copy or matrix-product rate measured in the same sitting. Arguments are
+rotated between buffers larger than the L2 cache by the cases themselves; timing uses CUDA events
+around batches of calls.
 """
 
 import json
@@ -51,7 +52,9 @@ def time_call(run: Callable[[], Any], *, calls: int = 20, repeats: int = 7) -> f
 
 
 def time_captured(run: Callable[[], Any], *, calls: int = 10, repeats: int = 7) -> float:
-    """Median seconds of one call inside a CUDA graph of ``calls`` calls: no launch cost of the host."""
+    """Median seconds of one call inside a CUDA graph of ``calls`` calls: no launch cost of the
+    host.
+    """
     import cupy
 
     pool = cupy.cuda.MemoryPool()
@@ -88,7 +91,6 @@ def measure_ceilings() -> Ceilings:
     source, target = cupy.ones(size, cupy.uint8), cupy.empty(size, cupy.uint8)
     stream = cupy.cuda.get_current_stream()
     copy = time_call(lambda: target.data.copy_from_device_async(source.data, size, stream), calls=5)
-    del source, target
     side = 8192
     a, b = (cupy.random.standard_normal((side, side), dtype="f4").astype(BF16) for _ in range(2))
     product = time_call(lambda: matmul(a, b, transpose_b=True), calls=5)
@@ -112,8 +114,10 @@ def report(cases: Iterable[Case], ceilings: Ceilings) -> list[dict[str, Any]]:
                 "share": case.flops / seconds / ceilings.matmul,
             }
         rows.append(row)
-        rate = f"{row['TB/s']:6.2f} TB/s" if case.bytes else f"{row.get('TFLOP/s', 0):6.0f} TFLOP/s"
-        print(f"{case.name:56s} {row['us']:9.1f} us {rate} {row.get('share', 0):6.1%}", flush=True)
+        shown = (
+            f"{row['TB/s']:6.2f} TB/s" if case.bytes else f"{row.get('TFLOP/s', 0):6.0f} TFLOP/s"
+        )
+        print(f"{case.name:56s} {row['us']:9.1f} us {shown} {row.get('share', 0):6.1%}", flush=True)
     return rows
 
 

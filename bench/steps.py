@@ -1,8 +1,10 @@
-"""Whole training steps on a card, at random weights: tokens/s, share of the speed of light, peak memory.
+"""Whole training steps on a card, at random weights: tokens/s, share of the speed of light, peak
+memory.
 
     python -m bench.steps qwen3-0.6b lora --rows 2 --accumulation 4
 
-Prints one JSON line a case. ``--profile`` runs one eager micro-step and an update for a profiler instead.
+Prints one JSON line a case. ``--profile`` runs one eager micro-step and an update for a profiler
+instead.
 """
 
 import argparse

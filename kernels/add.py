@@ -46,7 +46,9 @@ def add_bwd(
 
 
 def accumulate_(into: Float[Array, "*shape"], x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Adds ``x`` to ``into`` in place; ``into`` is of the dtype of ``x`` or float32. Returns ``into``."""
+    """Adds ``x`` to ``into`` in place; ``into`` is of the dtype of ``x`` or float32. Returns
+    ``into``.
+    """
     require(
         into.shape == x.shape,
         f"accumulate_: shapes must agree, got {into.shape} and {x.shape}",

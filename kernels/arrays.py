@@ -1,7 +1,8 @@
-"""What every op needs to know about its arrays: where they live, how to make more, and how to refuse them.
+"""What every op needs to know about its arrays: where they live, how to make more, and how to
+refuse them.
 
-NumPy arrays run the host version of an op, CuPy arrays its kernel. Nothing here imports CuPy until an
-array on the card appears.
+NumPy arrays run the host version of an op, CuPy arrays its kernel. Nothing here imports CuPy until
+an array on the card appears.
 """
 
 import functools
@@ -72,7 +73,9 @@ def _filled(shape: Any, dtype: Any, like: Any) -> Any:
 
 
 def empty(shape: Any, dtype: Any, *, like: Any) -> Any:
-    """Fresh memory beside ``like``. Under test it is filled with 0xFF bytes: NaN in every format."""
+    """Fresh memory beside ``like``. Under test it is filled with 0xFF bytes: NaN in every
+    format.
+    """
     return _filled(shape, dtype, like)
 
 
@@ -112,7 +115,9 @@ def destination(into: Any, shape: tuple[int, ...], dtype: Any, *, like: Any) -> 
 
 
 def store(value: Any, into: Any, dtype: Any) -> Any:
-    """Host versions: returns ``value`` as a fresh gradient of ``dtype``, or adds it into ``into``."""
+    """Host versions: returns ``value`` as a fresh gradient of ``dtype``, or adds it into
+    ``into``.
+    """
     if into is None:
         return value.astype(dtype, copy=False)
     out, _ = destination(into, value.shape, dtype, like=value)

@@ -1,4 +1,6 @@
-"""A micro-batch: one flat row of tokens that holds whole documents, and where each begins and ends."""
+"""A micro-batch: one flat row of tokens that holds whole documents, and where each begins and
+ends.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +14,9 @@ IGNORED = -100  # a label that is not supervised
 
 
 class Docs(NamedTuple):
-    """Document boundaries, a value per token, so that no op needs to know how many documents there are."""
+    """Document boundaries, a value per token, so that no op needs to know how many documents there
+    are.
+    """
 
     start: Int32[Array, " tokens"]  # flat index of the first token of this token's document
     end: Int32[Array, " tokens"]  # one past its last

@@ -1,8 +1,8 @@
 """CUDA sources compiled at run time for the card at hand, and kept on disk.
 
 A ``Source`` names a file of kernels/cuda and every template instance that is ever launched, so that
-``python -m surogate.kernels.nvrtc`` can compile all of them for all architectures with no card present.
-Machine code is cached by source, headers, flags, architecture and compiler version.
+``python -m surogate.kernels.nvrtc`` can compile all of them for all architectures with no card
+present. Machine code is cached by source, headers, flags, architecture and compiler version.
 """
 
 import functools
@@ -87,8 +87,8 @@ class Source:
     ) -> None:
         """Launches an instance on the current stream.
 
-        Arrays become pointers and None a null pointer; int is int32, float is float32, bool is bool, and
-        NumPy scalars are themselves. ``shared`` is dynamic shared memory in bytes.
+        Arrays become pointers and None a null pointer; int is int32, float is float32, bool is
+        bool, and NumPy scalars are themselves. ``shared`` is dynamic shared memory in bytes.
         """
         assert types in self.instances[kernel], f"{self.stem}.cu: {kernel}{types} is not declared"
         grid, block = _three(grid), _three(block)

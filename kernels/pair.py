@@ -5,13 +5,13 @@ A pair is two pure functions:
     X_fwd(*arrays, **settings) -> (outputs, residuals)
     X_bwd(residuals, *cotangents) -> gradients of the arrays, in their order
 
-Positional arguments are differentiated; they may be arrays, None, or trees of arrays (a LoRA pair, a
-layer's parameters). Keyword arguments are settings: numbers, or arrays that nobody differentiates
+Positional arguments are differentiated; they may be arrays, None, or trees of arrays (a LoRA pair,
+a layer's parameters). Keyword arguments are settings: numbers, or arrays that nobody differentiates
 (tokens, positions, document boundaries).
 
-``vjp(f)`` derives the pair of a function that calls pairs. It runs ``f`` once on traced values, writes
-down which pairs it called, and from then on replays that program forward and, reversed, backward.
-After JAX's transforms of the same names, without a tensor class in user code.
+``vjp(f)`` derives the pair of a function that calls pairs. It runs ``f`` once on traced values,
+writes down which pairs it called, and from then on replays that program forward and, reversed,
+backward. After JAX's transforms of the same names, without a tensor class in user code.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,9 @@ from surogate.kernels.add import accumulate_, add_fwd
 
 @dataclass(frozen=True)
 class Pair:
-    """A forward and its backward. Calling a pair gives the outputs alone; under vjp it is recorded."""
+    """A forward and its backward. Calling a pair gives the outputs alone; under vjp it is
+    recorded.
+    """
 
     fwd: Callable[..., tuple[Any, Any]]
     bwd: Callable[..., Any]
@@ -57,13 +59,14 @@ def checkpoint(pair: Pair) -> Pair:
 def vjp(f: Callable[..., Any]) -> Pair:
     """The pair of a function of pairs, derived ahead of time.
 
-    ``f(*args, **settings)`` takes trees of arrays and returns an array or a tuple of arrays, and may use
-    its arrays only through pairs: anything else raises TypeError. It is traced once for each structure,
-    shape and dtype of its arguments. Arrays that it takes from elsewhere than its arguments are constants.
+    ``f(*args, **settings)`` takes trees of arrays and returns an array or a tuple of arrays, and
+    may use its arrays only through pairs: anything else raises TypeError. It is traced once for
+    each structure, shape and dtype of its arguments. Arrays that it takes from elsewhere than its
+    arguments are constants.
 
-    The backward returns a gradient tree for each positional argument (None for an integer array and for
-    one that does not reach the output). ``into`` may give a tree of buffers for each: None leaves are
-    fresh, arrays are added to, FROZEN ones are dropped.
+    The backward returns a gradient tree for each positional argument (None for an integer array and
+    for one that does not reach the output). ``into`` may give a tree of buffers for each: None
+    leaves are fresh, arrays are added to, FROZEN ones are dropped.
     """
     programs: dict[Any, Program] = {}
 
@@ -85,7 +88,9 @@ def vjp(f: Callable[..., Any]) -> Pair:
 
 
 class VjpResiduals(NamedTuple):
-    """The program that ran, its pairs' residuals, and the arguments (for the shape of the gradients)."""
+    """The program that ran, its pairs' residuals, and the arguments (for the shape of the
+    gradients).
+    """
 
     program: "Program"
     residuals: list[Any]

@@ -1,4 +1,6 @@
-"""The same elements under another shape, as a pair, so that a traced forward can regroup its columns."""
+"""The same elements under another shape, as a pair, so that a traced forward can regroup its
+columns.
+"""
 
 from jaxtyping import Float
 

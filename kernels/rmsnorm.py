@@ -48,7 +48,9 @@ BLOCKS = 264
 MAX_HIDDEN = 16384
 
 _TYPES = [("float", "float"), ("bf16", "bf16"), ("bf16", "float")]
-_INSTANCES = [(*types, aligned) for types in _TYPES for aligned in ("true", "false")]
+_INSTANCES: list[tuple[str, ...]] = [
+    (*types, aligned) for types in _TYPES for aligned in ("true", "false")
+]
 SOURCE = Source(
     "rmsnorm",
     {
@@ -130,6 +132,7 @@ def norm_residual_bwd(
     if dy is not None:
         return rmsnorm_bwd(res, dy, dresidual=dresidual, into=into)
     require(dresidual is not None, "norm_residual_bwd: needs the cotangent of y or of the stream")
+    assert dresidual is not None
     if into is not None:
         return dresidual, None if isinstance(into, Frozen) else into
     return dresidual, namespace(res.weight).zeros_like(res.weight)

@@ -1,11 +1,11 @@
 """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) and the scalings of its frequencies.
 
-The first ``rotary`` columns of a head are rotated in pairs (i, i + rotary / 2), the rest passes:
+The first ``rotary`` columns of a head are rotated in pairs (i, i + rotary / 2), others pass:
 
     y_i = x_i cos - x_j sin    y_j = x_j cos + x_i sin    j = i + rotary / 2
 
-with cos and sin of position * inv_freq_i, times the attention factor of the scaling. The backward is
-the rotation by the opposite angle.
+with cos and sin of position * inv_freq_i, times the attention factor of the scaling. The backward
+is the rotation by the opposite angle.
 
 cos and sin are float32 from a table, and the result is rounded once. transformers rounds cos and
 sin to the dtype of the activations first, so in bfloat16 its results differ by about 2^-9 of each
@@ -17,8 +17,8 @@ already an angle of 0.006. With n the length before the scaling:
 
     linear    inv_freq / factor
     dynamic   base * (factor * length / n - (factor - 1)) ^ (rotary / (rotary - 2)) as base
-    yarn      inv_freq / factor for slow pairs, inv_freq for fast ones, a ramp between; the pair that
-              turns r times in n positions is rotary * ln(n / (2 pi r)) / (2 ln base)
+    yarn      inv_freq / factor for slow pairs, inv_freq for fast ones, a ramp between; the pair
+              that turns r times in n positions is rotary * ln(n / (2 pi r)) / (2 ln base)
               (Peng et al. 2023, arXiv 2309.00071)
     llama3    inv_freq / factor for wavelengths above n / low_freq_factor, inv_freq below
               n / high_freq_factor, a ramp in the reciprocal wavelength between

@@ -20,7 +20,7 @@ from surogate.kernels.arrays import Array, empty, namespace, on_device, require,
 from surogate.kernels.nvrtc import THREADS, Source, ctype, vector_width
 from surogate.kernels.pair import Pair
 
-_INSTANCES = [("float", "4"), ("float", "1"), ("bf16", "8"), ("bf16", "1")]
+_INSTANCES: list[tuple[str, ...]] = [("float", "4"), ("float", "1"), ("bf16", "8"), ("bf16", "1")]
 SOURCE = Source("swiglu", {"swiglu_fwd": _INSTANCES, "swiglu_bwd": _INSTANCES})
 
 

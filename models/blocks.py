@@ -1,10 +1,11 @@
 """The blocks that transformer layers are made of: written-out pairs over ops.
 
-Attention:  y = x + W_o attention(rope(qk_norm(W_qkv norm(x))))      MLP:  y = x + W_down swiglu(W_gate_up norm(x))
+Attention:  y = x + W_o attention(rope(qk_norm(W_qkv norm(x))))      MLP:  y = x + W_down
+swiglu(W_gate_up norm(x))
 
-The residual add happens inside the last matrix product, forward, and inside the norm's kernel, backward.
-``keep=False`` drops what is cheap to compute again (norm and activation outputs, rotated q and k); the
-backward then recomputes it.
+The residual add happens inside the last matrix product, forward, and inside the norm's kernel,
+backward. ``keep=False`` drops what is cheap to compute again (norm and activation outputs, rotated
+q and k); the backward then recomputes it.
 """
 
 import functools
@@ -122,7 +123,9 @@ def attention_block_bwd(
     settings: Settings,
     into: tuple[Layer, LayerAdapter | None] | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], dict[str, Any], dict[str, Any]]:
-    """Returns dx, the gradients of the layer's fields that this block uses, and those of its adapters."""
+    """Returns dx, the gradients of the layer's fields that this block uses, and those of its
+    adapters.
+    """
     weights, adapters = into if into is not None else (None, None)
     config = settings.config
     do, d_w_o, _, d_o, _ = linear_bwd(
@@ -185,7 +188,9 @@ def mlp_block_bwd(
     settings: Settings,
     into: tuple[Layer, LayerAdapter | None] | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], dict[str, Any], dict[str, Any]]:
-    """Returns dx, the gradients of the layer's fields that this block uses, and those of its adapters."""
+    """Returns dx, the gradients of the layer's fields that this block uses, and those of its
+    adapters.
+    """
     weights, adapters = into if into is not None else (None, None)
     a = res.down.x if res.down.x is not None else swiglu_fwd(res.swiglu.gate_up)[0]
     da, d_w_down, _, d_down, _ = linear_bwd(

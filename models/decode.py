@@ -1,4 +1,6 @@
-"""Generation: the prompts in one packed pass, then a token a sequence against a cache of keys and values."""
+"""Generation: the prompts in one packed pass, then a token a sequence against a cache of keys and
+values.
+"""
 
 from typing import Any, NamedTuple
 
@@ -56,13 +58,11 @@ def prefill(
     layers = zip(model.layers, dense.adapters_of(model, adapter), strict=True)
     for index, (layer, part) in enumerate(layers):
         window = settings.config.windows[index]
-        x, res = dense.layer_fwd(
-            layer, part, x, context=context, settings=settings, window=window
-        )
+        x, res = dense.layer_fwd(layer, part, x, context=context, settings=settings, window=window)
         at = (sequence, _host(batch.positions))
         _write_(cache.keys[index], at, res.attention.attention.k)
         _write_(cache.values[index], at, res.attention.attention.v)
-    last = namespace(x).ascontiguousarray(_bits(x)[ends - 1]).view(x.dtype)
+    last = _bits(x)[namespace(x).asarray(ends - 1)].view(x.dtype)
     return _head(model, last, settings)
 
 

@@ -2,18 +2,18 @@
 
     x = embed[tokens];  x = mlp(attention(x)) for each layer;  loss = cross entropy of head(norm(x))
 
-What differs between the three is in the configuration alone: biases on q, k and v (Qwen2), norms of q and
-k (Qwen3), the rotary frequencies and the windows.
+What differs between the three is in the configuration alone: biases on q, k and v (Qwen2), norms of
+q and k (Qwen3), the rotary frequencies and the windows.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
-import numpy as np
 from jaxtyping import Float
 
 from surogate.kernels.arrays import Array
 from surogate.kernels.batch import Batch
-from surogate.kernels.embedding import embedding_bwd, embedding_fwd
+from surogate.kernels.embedding import EmbeddingResiduals, embedding_bwd, embedding_fwd
 from surogate.kernels.lm_head import (
     LossOutputs,
     lm_head_loss_and_grad,
@@ -63,9 +63,8 @@ class Grads(NamedTuple):
 
 def rotary_table(config: ModelConfig, length: int) -> RopeTable:
     """cos and sin of positions 0..length-1 (NumPy, float32)."""
-    rope = config.rope
     frequencies, factor = rope_frequencies(
-        config.head_dim, sequence_len=length, **rope.frequency_settings()
+        config.head_dim, sequence_len=length, **dataclasses.asdict(config.rope)
     )
     return rope_table(frequencies, factor, positions=length)
 
@@ -204,7 +203,8 @@ def loss_and_grads(
     into: Grads | None = None,
     totals: Any = None,
 ) -> tuple[LossOutputs, Grads]:
-    """Loss of a micro-batch and the gradients of its SUM, added into ``into`` where buffers are given.
+    """Loss of a micro-batch and the gradients of its SUM, added into ``into`` where buffers are
+    given.
 
     ``into`` holds arrays to add to, FROZEN leaves to leave out, or None for fresh gradients of
     everything. ``totals`` are (nll_sum, count) arrays that the outputs are added to.
@@ -235,7 +235,7 @@ def loss_and_grads(
         into=into,
     )
     d_embed = embedding_bwd(
-        embedding_residuals(model, batch),
+        EmbeddingResiduals(batch.tokens, *model.embed.shape[:1], model.embed.dtype),
         dx,
         into=d_head if tied and into is None else destinations.embed,
     )
@@ -255,15 +255,3 @@ def logits(
     """Logits of every position, float32."""
     x, _ = hidden_fwd(model, adapter, batch, table=table, settings=settings, recompute="block")
     return lm_logits(x, head_weight(model))
-
-
-def embedding_residuals(model: Model, batch: Batch) -> Any:
-    """What embedding_bwd needs, without running the forward."""
-    from surogate.kernels.embedding import EmbeddingResiduals
-
-    return EmbeddingResiduals(model.embed, batch.tokens)
-
-
-def dtype_of(model: Model) -> np.dtype:
-    """The dtype that a model computes in."""
-    return model.embed.dtype

@@ -38,8 +38,8 @@ def training_flops(
     """Operations of forward and backward over ``tokens`` that attend to ``cells`` keys in all.
 
     With adapters (``lora_rank``) the base weights have no gradient; the adapters' own products are
-    left out (under 2 % at rank 16). Recomputing blocks adds the layers' forward; the selective policy
-    recomputes no product.
+    left out (under 2 % at rank 16). Recomputing blocks adds the layers' forward; the selective
+    policy recomputes no product.
     """
     body, head = matrix_parameters(config)
     passes = 2 if lora_rank else 3

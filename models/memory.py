@@ -1,10 +1,9 @@
-"""Device memory of a training step, from shapes alone: nothing is read, allocated or computed.
+"""Device memory of a training step by group, from shapes alone: nothing is read or allocated.
 
-What stays for the whole run (weights, gradients, optimizer) is a sum over leaves. What a micro-batch
-needs is found by walking through it as models/dense.py does and keeping a ledger of the arrays that
-live: ``Ledger`` has the peak, and models/walk.py the walk.
-
-An array takes its bytes rounded up to the unit of the device's allocator: 512 in CuPy's pool.
+What stays for the whole run (weights, gradients, optimizer) is a sum over leaves; what a
+micro-batch needs beside it is the peak of models/walk.py. With CUDA graphs, a micro-batch has a
+pool of its own and an evaluation, which is not recorded, lies beside it; else they take turns in
+one pool.
 """
 
 import math
@@ -13,45 +12,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from surogate.kernels.arrays import BF16, F32
+from surogate.kernels import grad_norm, multi_tensor
+from surogate.kernels.arrays import F32
+from surogate.kernels.cublaslt import WORKSPACE_BYTES
 from surogate.kernels.linear import LoRA
 from surogate.models.config import ModelConfig, parameter_shapes
 from surogate.models.lora import LoraSpec, Part, build_adapter
-from surogate.models.stack import Recompute
+from surogate.models.pool import Pool
+from surogate.models.walk import INT32, Shape, Walk, Work
 
-Shape = tuple[int, ...]
-INT32 = np.dtype(np.int32)
-
-
-class Layout(NamedTuple):
-    """How arrays lie on a kind of device."""
-
-    compute: np.dtype  # of weights and activations
-    unit: int  # bytes that an allocation is rounded up to
-    host: bool  # the host versions run, with temporaries of their own
-
-    def bytes(self, shape: Shape, dtype: np.dtype | None = None) -> int:
-        """Bytes of an array; without ``dtype``, of the dtype that the device computes in."""
-        size = math.prod(shape) * (dtype or self.compute).itemsize
-        return -(-size // self.unit) * self.unit
-
-
-CARD = Layout(BF16, 512, host=False)
-HOST = Layout(F32, 1, host=True)
-
-
-class Work(NamedTuple):
-    """What a step computes, and in what."""
-
-    config: ModelConfig
-    lora: LoraSpec | None
-    layout: Layout
-    tokens: int  # of a micro-batch
-    recompute: Recompute
-    chunk: int | None  # tokens whose logits exist at a time; None: chosen by size
-    gradient_dtype: np.dtype
-    moment_dtype: np.dtype
-    masters: bool  # float32 copies of what is trained
+F64, INT64 = np.dtype(np.float64), np.dtype(np.int64)
+HOST_COPIES = 7  # of a leaf that AdamW's host version makes
 
 
 class Counts(NamedTuple):
@@ -71,41 +42,82 @@ class Counts(NamedTuple):
         return self.embedding + self.attention + self.mlp + self.norms + self.head
 
 
-class Ledger:
-    """Live arrays by name, and for each phase of a program the most bytes that lived at a time."""
+class Memory(NamedTuple):
+    """Bytes by group. ``total`` is the most that a run takes from its device at a time."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.arrays: dict[str, int] = {}
-        self.live = 0
-        self.phase = ""
-        self.peaks: dict[str, int] = {}
+    weights: int
+    adapter: int
+    gradients: int
+    optimizer: int
+    activations: int  # kept between forward and backward
+    temporaries: dict[str, int]  # most beside those, in each part of a step
+    gaps: int  # what the pools hold beside the arrays
+    evaluation: int  # beside all of the above; 0 where it takes turns with the step
+    workspace: int
 
-    def make(self, name: str, *shape: int, dtype: np.dtype | None = None) -> None:
-        """An array comes to life."""
-        assert name not in self.arrays, f"{name} is alive"
-        self.arrays[name] = size = self.layout.bytes(shape, dtype)
-        self.live += size
-        self.peaks[self.phase] = max(self.live, self.peaks.get(self.phase, 0))
+    @property
+    def peak(self) -> int:
+        """Arrays of a micro-batch or an update; one part reuses the memory of another."""
+        return self.activations + max(self.temporaries.values())
 
-    def drop(self, *names: str) -> None:
-        """Arrays die."""
-        for name in names:
-            self.live -= self.arrays.pop(name)
+    @property
+    def total(self) -> int:
+        """All groups."""
+        static = self.weights + self.adapter + self.gradients + self.optimizer + self.workspace
+        return static + self.peak + self.gaps + self.evaluation
 
-    def drop_all(self, prefix: str) -> None:
-        """Every array dies whose name begins so."""
-        self.drop(*[name for name in self.arrays if name.startswith(prefix)])
 
-    def scratch(self, *shape: int, dtype: np.dtype | None = None) -> None:
-        """An array that lives within one op."""
-        self.make("scratch", *shape, dtype=dtype)
-        self.drop("scratch")
+def memory_of(work: Work, *, graphs: bool, evaluates: bool, probe: int = 0) -> Memory:
+    """The memory of a run that trains as ``work`` says.
 
-    def host_scratch(self, *shape: int, copies: int = 1) -> None:
-        """What the host version of an op makes and a kernel does not."""
-        if self.layout.host:
-            self.scratch(copies, *shape)
+    ``graphs``: steps are recorded. ``evaluates``: there are rows to evaluate on. ``probe``: bytes of
+    each of the three matrices that the run measures the card's rate with, before its first step.
+    """
+    layout = work.layout
+    weights, adapter = list(model_leaves(work.config)), list(adapter_leaves(work.config, work.lora))
+    trained = weights if work.lora is None else adapter
+    walk = Walk(work)
+    activations = walk.micro()
+    temporaries = {phase: peak - activations for phase, peak in walk.ledger.peaks.items()}
+    if layout.host:
+        copies = HOST_COPIES * max(map(layout.bytes, trained))
+        temporaries["update"] = copies - activations
+    step, walk.ledger.events = walk.ledger.events, []
+    evaluation = walk.evaluation() if evaluates else 0
+    memory = Memory(
+        weights=sum(map(layout.bytes, weights)),
+        adapter=sum(map(layout.bytes, adapter)),
+        gradients=sum(layout.bytes(shape, work.gradient_dtype) for shape in trained),
+        optimizer=sum(_state(work, shape) for shape in trained),
+        activations=activations,
+        temporaries=temporaries,
+        gaps=0,
+        evaluation=0,
+        workspace=_workspace(work, trained),
+    )
+    if layout.host:
+        return memory._replace(evaluation=max(0, evaluation - memory.peak))
+    # A recorded step has a pool of its own, where it runs once before the recording.
+    shared = Pool()
+    own = Pool() if graphs else shared
+    names = ("probe.a", "probe.b", "probe.out") if probe else ()
+    for name in names:
+        shared.allocate(name, probe)
+    for name in names:
+        shared.free(name)
+    for _ in range(2):
+        own.run(step)
+    held = own.held
+    shared.run(walk.ledger.events)
+    if graphs:
+        return memory._replace(gaps=held - memory.peak, evaluation=shared.held)
+    return memory._replace(gaps=held - memory.peak, evaluation=shared.held - held)
+
+
+def _state(work: Work, shape: Shape) -> int:
+    """Optimizer state of a parameter: two moments, and perhaps a float32 master."""
+    master = work.layout.bytes(shape, F32) if work.masters else 0
+    return 2 * work.layout.bytes(shape, work.moment_dtype) + master
 
 
 def parameter_counts(config: ModelConfig, lora: LoraSpec | None) -> Counts:
@@ -152,3 +164,19 @@ def adapter_leaves(config: ModelConfig, lora: LoraSpec | None) -> Iterator[Shape
         for found in layer:
             if found is not None:
                 yield from found
+
+
+def _workspace(work: Work, trained: list[Shape]) -> int:
+    """The micro-batch and the rotary table; on a card the tables of addresses, the partial sums of
+    the gradient's norm and cuBLASLt's scratch.
+    """
+    layout, config = work.layout, work.config
+    half = int(config.head_dim * config.rope.partial_rotary_factor) // 2
+    held = layout.bytes((5, work.tokens), INT32) + 2 * layout.bytes((work.longest, half), F32)
+    if layout.host:
+        return held
+    for chunk, columns, sums in ((grad_norm.CHUNK, 3, 1), (multi_tensor.CHUNK, 10, 0)):
+        blocks = sum(-(-math.prod(shape) // chunk) for shape in trained)
+        held += layout.bytes((blocks,), INT32) + layout.bytes((len(trained), columns), INT64)
+        held += sums * layout.bytes((blocks,), F64)
+    return held + WORKSPACE_BYTES

@@ -1,18 +1,20 @@
 """The walk over a model's layers, and the two interfaces that say where weights and gradients live.
 
 The stack asks a ``LayerSource`` for each layer's parameters and hands each layer's gradients to a
-``GradientSink`` as soon as they exist. Resident weights and accumulated gradients are one implementation;
-weights streamed from the host or gathered from shards, and gradients reduced over ranks, are others.
+``GradientSink`` as soon as they exist. Resident weights and accumulated gradients are one
+implementation; weights streamed from the host or gathered from shards, and gradients reduced over
+ranks, are others.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from surogate.kernels.arrays import Array
 
 Recompute = Literal["none", "selective", "block"]
 
 
+@runtime_checkable
 class LayerSource(Protocol):
     """Where a layer's parameters come from."""
 
@@ -23,11 +25,14 @@ class LayerSource(Protocol):
     def __len__(self) -> int: ...
 
 
+@runtime_checkable
 class GradientSink(Protocol):
     """Where a layer's gradients go."""
 
     def into(self, index: int) -> Any:
-        """The tree of destinations for one layer: arrays to add to, FROZEN leaves, or None for fresh."""
+        """The tree of destinations for one layer: arrays to add to, FROZEN leaves, or None for
+        fresh.
+        """
         ...
 
     def put(self, index: int, grads: Any) -> None:
@@ -66,7 +71,8 @@ class LayerPair(NamedTuple):
     """Forward ``(params, x, index, keep) -> (y, residuals)`` and backward
     ``(params, residuals, dy, index, into) -> (dx, grads)`` of layer ``index``.
 
-    ``keep`` says whether residuals hold what is cheap to compute again (norm and activation outputs).
+    ``keep`` says whether residuals hold what is cheap to compute again (norm and activation
+    outputs).
     """
 
     fwd: Callable[..., Any]
@@ -76,7 +82,9 @@ class LayerPair(NamedTuple):
 def stack_fwd(
     source: LayerSource, x: Array, pair: LayerPair, *, recompute: Recompute
 ) -> tuple[Array, list[Any]]:
-    """Runs all layers. Residuals are one entry a layer: the layer's own, or its input under "block"."""
+    """Runs all layers. Residuals are one entry a layer: the layer's own, or its input under
+    "block".
+    """
     residuals: list[Any] = []
     for index in range(len(source)):
         y, res = pair.fwd(source.layer(index), x, index, recompute == "none")

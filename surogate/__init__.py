@@ -1,7 +1,7 @@
 """Surogate: train and fine-tune language models on NVIDIA GPUs at close to the speed of light.
 
-From Python: ``load``, ``batch``, ``logits``, ``loss_and_grads`` and ``generate`` (surogate.api), every op
-of ``surogate.kernels`` and every block of ``surogate.models``.
+From Python: ``load``, ``batch``, ``logits``, ``loss_and_grads`` and ``generate`` (surogate.api),
+every op of ``surogate.kernels`` and every block of ``surogate.models``.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -47,7 +47,8 @@ class LoadedModel(NamedTuple):
 
 
 class LossAndGrads(NamedTuple):
-    """Of a batch: sum of the negative log-likelihood (nats), supervised tokens, gradients of the SUM.
+    """Of a batch: sum of the negative log-likelihood (nats), supervised tokens, gradients of the
+    SUM.
 
     ``grads`` are under the names of the checkpoint, or under PEFT's when the model has an adapter
     (whose gradients these then are; the model's own weights have none).
@@ -64,7 +65,8 @@ def load(
 ) -> LoadedModel:
     """Reads a model directory (or a name on the Hub) and, if given, a PEFT adapter.
 
-    The weights are float32 on the CPU and bfloat16 on a card. Raises UserError naming what is wrong.
+    The weights are float32 on the CPU and bfloat16 on a card. Raises UserError naming what is
+    wrong.
     """
     where = choose_device(device)
     directory = model_directory(str(model))
@@ -79,7 +81,9 @@ def load(
 
 
 def batch(documents: Sequence[Sequence[int]]) -> Batch:
-    """Token lists as one packed batch of NumPy arrays: every token but a document's first is a target."""
+    """Token lists as one packed batch of NumPy arrays: every token but a document's first is a
+    target.
+    """
     if not documents or not all(len(document) for document in documents):
         raise ValueError("batch: documents must be one or more lists of one or more tokens")
     tokens = np.concatenate([np.asarray(document, np.int32) for document in documents])
@@ -134,8 +138,8 @@ def generate(
 ) -> list[str]:
     """Continues each prompt. ``chat`` None: through the chat template where the model has one.
 
-    Temperature 0 takes the likeliest token. The text of a prompt depends on it, the seed and its place
-    in the list alone.
+    Temperature 0 takes the likeliest token. The text of a prompt depends on it, the seed and its
+    place in the list alone.
     """
     from surogate.data.vocabulary import load_tokenizer
     from surogate.sample import sample
@@ -155,6 +159,12 @@ def generate(
         encoded = [vocabulary.tokenizer.encode(prompt).ids for prompt in prompts]
     if not all(encoded):
         raise ValueError("generate: a prompt must have at least one token")
+    highest = max(max(tokens) for tokens in encoded)
+    if highest >= model.config.vocab:
+        raise UserError(
+            f"{model.directory}: the tokenizer gives token {highest}, the model has "
+            f"{model.config.vocab}; it belongs to another model"
+        )
     written = sample(
         model,
         encoded,

@@ -1,13 +1,14 @@
-"""Checkpoints of a run: step_00000050/ with the trained weights, the optimizer's state and a manifest.
+"""Checkpoints of a run: step_00000050/ with the trained weights, the optimizer's state and a
+manifest.
 
-A checkpoint is written beside its final name, every file and the folder are synced to the disk, and then
-the folder is renamed and its parent synced; a folder is renamed before it is removed. So a folder named
-step_NNNNNNNN is whole whatever moment the machine stops at, and one that is not was damaged afterwards:
-``load`` says so rather than going on from less.
+A checkpoint is written beside its final name, every file and the folder are synced to the disk, and
+then the folder is renamed and its parent synced; a folder is renamed before it is removed. So a
+folder named step_NNNNNNNN is whole whatever moment the machine stops at, and one that is not was
+damaged afterwards: ``load`` says so rather than going on from less.
 
     trained.safetensors    trained weights by their place in the tree
     optimizer.safetensors  number of updates, moments and masters under the same names with a prefix
-    checkpoint.json        step, settings, sources, and the size and SHA-256 of each file
+    checkpoint.json        step, settings, sources, the size and SHA-256 of each file, and its own
 
 Arrays are written and read one at a time: a checkpoint costs no memory but its largest array.
 """
@@ -75,7 +76,8 @@ def save(directory: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
             "sources": checkpoint.sources,
             "files": {name: _write(partial / name, _blocks(a)) for name, a in files.items()},
         }
-        _write(partial / MANIFEST, iter([json.dumps(manifest, indent=1).encode()]))
+        sealed = {**manifest, "seal": _seal(manifest)}
+        _write(partial / MANIFEST, iter([json.dumps(sealed, indent=1).encode()]))
         _sync(partial)
         if final.exists():
             _remove(final)
@@ -112,13 +114,14 @@ def load(path: Path) -> Saved:
     """Reads a manifest and checks every file against it. Raises UserError naming the file."""
     remedy = f"remove {path} to go on from the checkpoint before it"
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError):
-        raise UserError(f"{path / MANIFEST}: is missing or damaged; {remedy}") from None
-    if manifest.get("format") != FORMAT:
-        raise UserError(
-            f"{path}: is of format {manifest.get('format')}, this version reads format {FORMAT}"
-        )
+        manifest = dict(json.loads((path / MANIFEST).read_text()))
+    except (OSError, ValueError, TypeError):
+        manifest = {}
+    made_by = manifest.get("format", FORMAT)
+    if made_by != FORMAT:
+        raise UserError(f"{path}: is of format {made_by}, this version reads format {FORMAT}")
+    if manifest.pop("seal", None) != _seal(manifest):
+        raise UserError(f"{path / MANIFEST}: is missing or damaged; {remedy}")
     for name, facts in manifest["files"].items():
         try:
             found = _facts(path / name)
@@ -197,6 +200,11 @@ def _write(path: Path, blocks: Iterator[Any]) -> dict[str, Any]:
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+    """The SHA-256 of a manifest's content."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _facts(path: Path) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from surogate.step import StepOptions
 
 
 def optimizer_of(config: Config) -> AdamWConfig:
-    """The update rule. With adapters lora_dtype says whether there are masters, else master_dtype."""
+    """The update rule. With adapters lora_dtype says whether there are masters, else
+    master_dtype.
+    """
     master = config.lora_dtype if config.lora else (config.master_dtype or "bf16")
     return AdamWConfig(
         beta1=config.adamw_beta1,
@@ -35,4 +37,5 @@ def options_of(config: Config, kind: str, compute: np.dtype) -> StepOptions:
         gradient_dtype=np.dtype(BF16 if compute == BF16 and not wide_grads else F32),
         max_grad_norm=config.max_grad_norm,
         graphs=config.use_cuda_graphs and kind == "cuda",
+        longest=config.sequence_len,
     )

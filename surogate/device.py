@@ -10,6 +10,8 @@ from surogate.errors import UserError
 from surogate.kernels import tree
 from surogate.kernels.arrays import BF16, F32
 
+COMPUTE = {"cpu": F32, "cuda": BF16}  # dtype of products on each kind of device
+
 
 class Device(NamedTuple):
     """A place to compute: its array library, what people call it, and the dtype of its products."""
@@ -18,12 +20,17 @@ class Device(NamedTuple):
     name: str
     library: Any  # numpy or cupy
     compute: np.dtype
+    no_card: str = ""  # why not on a card, where that was left to us
 
     def put(self, value: Any) -> Any:
         """A tree of NumPy arrays, there."""
         if self.kind == "cpu":
             return value
         return tree.map(self.library.asarray, value)
+
+    def fact(self) -> str:
+        """What people call it, with the reason where it is not a card."""
+        return f"{self.name} ({self.no_card})" if self.no_card else self.name
 
     def synchronize(self) -> None:
         """Waits until all work on the current stream is done."""
@@ -32,7 +39,9 @@ class Device(NamedTuple):
 
 
 def choose_device(wanted: str) -> Device:
-    """The device for "auto", "cpu" or "cuda". Raises UserError when a card was asked for and none works."""
+    """The device for "auto", "cpu" or "cuda". Raises UserError when a card was asked for and none
+    works.
+    """
     if wanted == "cpu":
         return _cpu()
     problem = _why_no_card()
@@ -40,12 +49,12 @@ def choose_device(wanted: str) -> Device:
         return _card()
     if wanted == "cuda":
         raise UserError(f"device = cuda: {problem}; use device = cpu, or auto")
-    return _cpu()
+    return _cpu()._replace(no_card=problem)
 
 
 def _cpu() -> Device:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return Device("cpu", f"{platform.machine()} with {cores} cores", np, F32)
+    return Device("cpu", f"{platform.machine()} with {cores} cores", np, COMPUTE["cpu"])
 
 
 def _why_no_card() -> str | None:
@@ -69,4 +78,4 @@ def _card() -> Device:
     import cupy
 
     name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode()
-    return Device("cuda", name, cupy, BF16)
+    return Device("cuda", name, cupy, COMPUTE["cuda"])

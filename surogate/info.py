@@ -10,7 +10,7 @@ def info_command() -> None:
     from surogate.train import stream_of, versions
 
     device = choose_device("auto")
-    print(f"device     {device.name} ({device.kind}), computes in {device.compute}")
+    print(f"device     {device.fact()}, computes in {device.compute}")
     if device.kind == "cuda":
         from surogate.kernels.nvrtc import architecture
 

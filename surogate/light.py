@@ -2,9 +2,9 @@
 
     share = (products + attention) / rate / seconds
 
-Operations are those of models/flops.py, the rate is that of one large matrix product in the run's dtype,
-measured at the start. Attention is counted at the same rate, which no attention reaches, and everything
-else as if it cost nothing: so 100 % is out of reach, and nothing is hidden.
+Operations are those of models/flops.py, the rate is that of one large matrix product in the run's
+dtype, measured at the start. Attention is counted at the same rate, which no attention reaches, and
+everything else as if it cost nothing: so 100 % is out of reach, and nothing is hidden.
 """
 
 import time
@@ -31,11 +31,17 @@ class Light:
 
     def fact(self) -> str:
         """A line for the start of a run."""
-        side = f"{self.rate / 1e12:.1f} TFLOP/s" if self.rate >= 1e12 else f"{self.rate / 1e9:.0f} GFLOP/s"
+        side = (
+            f"{self.rate / 1e12:.1f} TFLOP/s"
+            if self.rate >= 1e12
+            else f"{self.rate / 1e9:.0f} GFLOP/s"
+        )
         return f"speed of light: {side} in {self._dtype} products, measured now"
 
     def share(self, *, tokens: int, cells: int, seconds: float) -> float:
-        """Percentage of the speed of light of a step over ``tokens`` with ``cells`` attended keys."""
+        """Percentage of the speed of light of a step over ``tokens`` with ``cells`` attended
+        keys.
+        """
         flops = training_flops(
             self._model,
             tokens=tokens,
@@ -50,13 +56,16 @@ def product_rate(device: Device) -> float:
     """FLOP/s of a square product of random numbers: the best of a few, after a first one."""
     side = SIDE[device.kind]
     random = np.random.default_rng(0)
-    draw = random.standard_normal((side, side), np.float32)
-    a = device.put(draw.astype(device.compute))
+    # Two matrices: of one with itself NumPy computes half the product.
+    a, b = (
+        device.put(random.standard_normal((side, side), np.float32).astype(device.compute))
+        for _ in range(2)
+    )
     best = float("inf")
     for _ in range(1 + REPEATS):
         device.synchronize()
         begin = time.perf_counter()
-        matmul(a, a, transpose_b=True)
+        matmul(a, b, transpose_b=True)
         device.synchronize()
         best = min(best, time.perf_counter() - begin)
     return 2 * side**3 / best

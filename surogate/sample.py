@@ -1,4 +1,6 @@
-"""Sampling: nucleus sampling (Holtzman et al. 2020, arXiv 1904.09751) over a cache of keys and values."""
+"""Sampling: nucleus sampling (Holtzman et al. 2020, arXiv 1904.09751) over a cache of keys and
+values.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -54,9 +56,7 @@ def sample(
                 written[index].append(token)
         if not going.any() or step == max_new_tokens - 1:
             break
-        scores = decode(
-            model.params, model.adapter, put(chosen), put(lengths), cache, **common
-        )
+        scores = decode(model.params, model.adapter, put(chosen), put(lengths), cache, **common)
         lengths = lengths + np.int32(1)
     return written
 

@@ -1,5 +1,10 @@
-"""From a configuration to what a run works on: model files, weights, adapters, rows; and back to files."""
+"""From a configuration to what a run works on: model files, weights, adapters, rows; and back to
+files.
+"""
 
+import fcntl
+import hashlib
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,8 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from surogate.checkpoint import reason
 from surogate.config import Config
-from surogate.data.dataset import Packed, load_data
+from surogate.data.dataset import load_data
+from surogate.data.packed import Packed
 from surogate.device import Device
 from surogate.errors import UserError
 from surogate.kernels import tree
@@ -18,6 +25,10 @@ from surogate.models.hf import read_adapter, read_model, write_adapter, write_mo
 from surogate.models.init import init_model
 from surogate.models.lora import LoraSpec, init_adapter, merge_adapter
 from surogate.models.tree import Adapter, Model
+from surogate.optim.state import named_leaves
+
+SAMPLE = 4096  # elements of each array that a fingerprint reads: training changes nearly all
+PROGRESS_SECONDS = 5.0
 
 DTYPES = {"bfloat16": BF16, "float16": np.dtype(np.float16), "float32": F32}
 
@@ -41,16 +52,58 @@ class Sources(NamedTuple):
             f"computed in {self.model.embed.dtype}"
         ]
 
+    def fingerprints(self) -> dict[str, str]:
+        """What a checkpoint takes for granted of these weights: their type, and those it leaves
+        out.
+        """
+        found = {"compute dtype": str(self.model.embed.dtype)}
+        if self.adapter is not None:
+            digest = hashlib.sha256()
+            for leaf in tree.leaves(self.model):
+                digest.update(_host(leaf.reshape(-1)[:SAMPLE]).tobytes())
+            found["frozen weights"] = digest.hexdigest()[:32]
+        return found
+
 
 @contextmanager
 def reported(what: str = "") -> Iterator[None]:
     """Turns the lower layers' ValueError about files and settings into a line for the user."""
     try:
-        yield
+        with disk(what):
+            yield
     except ValueError as error:
         raise UserError(f"{what}: {error}" if what else str(error)) from None
+
+
+@contextmanager
+def disk(what: str) -> Iterator[None]:
+    """Turns an OSError into a line for the user; ``what`` stands for a file that it does not
+    name.
+    """
+    try:
+        yield
     except OSError as error:
-        raise UserError(f"{error.filename or what}: {str(error.strerror).lower()}") from None
+        raise UserError(f"{error.filename or what}: {reason(error)}") from None
+
+
+@contextmanager
+def claimed(directory: Path) -> Iterator[None]:
+    """Makes a run's folder and holds it for this process alone: two runs would mix their files."""
+    with disk(str(directory)):
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / ".lock").open("w")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"output_dir = {directory}: another run is using it; wait, or set another"
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"output_dir = {directory}: cannot be locked: {reason(error)}"
+            ) from None
+        yield
 
 
 def model_directory(name: str) -> Path:
@@ -73,10 +126,31 @@ def model_directory(name: str) -> Path:
         raise UserError(f"model = {name}: no such folder, and the Hub says: {first}") from None
 
 
+def locate(config: Config) -> tuple[Path, ModelConfig]:
+    """The model's folder and its configuration. UserError when the run would write into the
+    folder.
+    """
+    directory = model_directory(config.model)
+    if Path(config.output_dir).resolve() == directory.resolve():
+        raise UserError(
+            f"output_dir = {config.output_dir}: is the model's own folder, which the result would "
+            "replace; set another"
+        )
+    return directory, model_config_of(config, directory)
+
+
 def model_config_of(config: Config, directory: Path) -> ModelConfig:
-    """The model's configuration with the run's rope scaling."""
+    """The configuration of a model directory with the run's rope scaling."""
     with reported():
         found = read_config(directory)
+    return scaled(config, found)
+
+
+def scaled(config: Config, found: ModelConfig) -> ModelConfig:
+    """A model's configuration with the run's rope scaling; UserError when rows are too long for
+    it.
+    """
+    with reported():
         if config.rope_scaling is not None:
             found = with_rope_scaling(found, config.rope_scaling, config.max_model_len)
     if config.sequence_len > found.max_positions and found.rope.kind != "dynamic":
@@ -95,10 +169,10 @@ def lora_of(config: Config) -> LoraSpec | None:
         return LoraSpec.of(config.lora_rank, config.lora_alpha, config.lora_target_modules)
 
 
-def load_sources(config: Config, device: Device) -> Sources:
+def load_sources(
+    config: Config, directory: Path, model_config: ModelConfig, device: Device
+) -> Sources:
     """Reads or makes the weights, on the device, and fresh adapters."""
-    directory = model_directory(config.model)
-    model_config = model_config_of(config, directory)
     put = putter(device)
     with reported():
         if config.from_scratch:
@@ -132,7 +206,16 @@ class Rows(NamedTuple):
     def facts(self) -> list[str]:
         """Lines for the start of a run."""
         facts = [f"train: {_describe(self.train)}"]
-        return [*facts, f"eval: {'none' if self.evaluation is None else _describe(self.evaluation)}"]
+        return [
+            *facts,
+            f"eval: {'none' if self.evaluation is None else _describe(self.evaluation)}",
+        ]
+
+    @property
+    def fingerprint(self) -> str:
+        """The name of the rows' folder: a hash of the data, the tokenizer and how they are read."""
+        assert isinstance(self.train.tokens, np.memmap)
+        return Path(str(self.train.tokens.filename)).parent.parent.name
 
 
 def _describe(packed: Packed) -> str:
@@ -148,18 +231,33 @@ def _describe(packed: Packed) -> str:
     return "; ".join(parts) + (" (kept from before)" if packed.reused else "")
 
 
-def load_rows(config: Config) -> Rows:
+def load_rows(config: Config, directory: Path, model_config: ModelConfig) -> Rows:
     """Training and evaluation rows, tokenised and packed once and kept under output_dir/data."""
-    directory = model_directory(config.model)
-    vocab = model_config_of(config, directory).vocab
-    return Rows(*load_data(config, directory, None, vocab, Path(config.output_dir) / "data"))
+    cache = Path(config.output_dir) / "data"
+    with disk(str(cache)):
+        return Rows(
+            *load_data(config, directory, None, model_config.vocab, cache, progress=Progress())
+        )
+
+
+class Progress:
+    """Prints how far tokenising has come, every few seconds."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + PROGRESS_SECONDS
+
+    def __call__(self, documents: int, tokens: int) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + PROGRESS_SECONDS
+            print(f"tokenising: {documents:,} documents, {tokens:,} tokens", flush=True)
 
 
 def export(config: Config, sources: Sources, step: Any, directory: Path) -> list[str]:
-    """Writes the result of a run. Returns lines that say what is where.
+    """Writes the result of a run and reads it back. Returns lines that say what is where.
 
-    Full training gives a model directory; LoRA an adapter, or with merge_adapter a model directory with
-    the adapter beside it.
+    Full training gives a model directory; LoRA an adapter, or with merge_adapter a model directory
+    with the adapter beside it.
     """
     model_config, lora = sources.model_config, sources.lora
     dtype = _stored_dtype(config, sources)
@@ -167,26 +265,51 @@ def export(config: Config, sources: Sources, step: Any, directory: Path) -> list
     with reported(str(directory)):
         if lora is not None:
             target = directory / "adapter" if config.merge_adapter else directory
-            adapter = tree.map(_host, adapter_masters(step))
-            write_adapter(adapter, model_config, lora, target, str(sources.directory))
+            adapter = tree.map(_host, masters(step))
+            write_adapter(adapter, model_config, lora, target, _base_name(config, sources))
+            _check_equal(read_adapter(target, model_config)[0], adapter, target)
             lines.append(f"adapter: {target}")
             if not config.merge_adapter:
                 return lines
             model = merge_adapter(tree.map(_host, step.model), adapter, lora, model_config)
         else:
-            model = tree.map(_host, step.model)
-        write_model(
-            model, model_config, directory, dtype=dtype, source_directory=sources.directory
-        )
+            model = tree.map(_host, masters(step) if dtype == F32 else step.model)
+        write_model(model, model_config, directory, dtype=dtype, source_directory=sources.directory)
+        _check_model(model, directory, dtype)
     return [*lines, f"model: {directory}"]
 
 
-def adapter_masters(step: Any) -> Adapter:
-    """The adapter in the precision that the optimizer keeps."""
-    masters = tree.leaves(step.state.master)
-    if not masters:
-        return step.adapter
-    return tree.flatten(step.adapter)[1](masters)
+def masters(step: Any) -> Any:
+    """The trained weights in the precision that the optimizer keeps."""
+    kept = dict(named_leaves(step.state.master))
+    found = [kept.get(name, leaf) for name, leaf in named_leaves(step.trainable)]
+    return tree.flatten(step.trainable)[1](found)
+
+
+def _check_model(model: Model, directory: Path, dtype: np.dtype) -> None:
+    """Raises UserError unless the folder reads as the model, a leaf at a time."""
+    wanted = dict(named_leaves(model))
+
+    def compare(path: str, array: Any) -> None:
+        _check_equal(array, wanted.pop(path).astype(dtype, copy=False), directory)
+
+    read_model(directory, read_config(directory), dtype, put=compare)
+    assert not wanted, f"{directory}: lacks {', '.join(wanted)}"
+
+
+def _check_equal(got: Any, want: Any, directory: Path) -> None:
+    for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True):
+        if a.dtype != b.dtype or a.tobytes() != b.tobytes():
+            raise UserError(
+                f"{directory}: does not read back as it was written; is the disk sound? "
+                "the checkpoints are whole: run again to write it again"
+            )
+
+
+def _base_name(config: Config, sources: Sources) -> str:
+    """What an adapter says it belongs to: the model's name on the Hub, or its folder."""
+    local = Path(config.model).expanduser().is_dir()
+    return str(sources.directory.resolve()) if local else config.model
 
 
 def _host(x: Any) -> np.ndarray:
@@ -195,6 +318,7 @@ def _host(x: Any) -> np.ndarray:
 
 def _stored_dtype(config: Config, sources: Sources) -> np.dtype:
     """torch_dtype, or what the model was stored in; float32 where neither is known."""
-    wanted = config.torch_dtype if config.torch_dtype != "auto" else sources.model_config.torch_dtype
+    wanted = (
+        config.torch_dtype if config.torch_dtype != "auto" else sources.model_config.torch_dtype
+    )
     return DTYPES.get(wanted or "", F32)
-

@@ -1,7 +1,7 @@
 """One training step on one device: micro-batches that add up gradients, then one update.
 
-Everything lies in arrays that stay where they are, so that on a card both halves are recorded into CUDA
-graphs once and replayed; without graphs the same functions run eagerly and give the same bits.
+Everything lies in arrays that stay where they are, so that on a card both halves are recorded into
+CUDA graphs once and replayed; without graphs the same functions run eagerly and give the same bits.
 """
 
 from collections import deque
@@ -47,6 +47,7 @@ class StepOptions(NamedTuple):
     gradient_dtype: np.dtype
     max_grad_norm: float
     graphs: bool
+    longest: int | None = None  # tokens of the longest document, such as a row's; None: all
 
 
 class TrainStep:
@@ -77,9 +78,10 @@ class TrainStep:
         )
         self._plan = AdamWPlan(self.trainable, self.grads, self.state, optimizer)
         self._norms = grad_table(tree.leaves(self.grads))
-        self._table = device.put(dense.rotary_table(settings.config, options.tokens))
-        self._nll, self._count = zeros(1, np.float32), zeros(1, np.int32)
-        self._out = (zeros(1, np.float32), zeros(1, np.int32), zeros(3, np.float32))
+        self._longest = options.longest or options.tokens
+        self._table = device.put(dense.rotary_table(settings.config, self._longest))
+        self._nll, self._count = zeros((), np.float32), zeros((), np.int32)
+        self._out = (zeros((), np.float32), zeros((), np.int32), zeros(3, np.float32))
         self._feed = Feed(device, options.tokens)
         self._micro: Callable[[], Any] = self._run_micro
         self._update: Callable[[], Any] = self._run_update
@@ -92,7 +94,8 @@ class TrainStep:
         self._micro()
 
     def update(self, lr: float) -> "Pending":
-        """Clips, divides by the count of supervised tokens, updates, and starts the next step from zero.
+        """Clips, divides by the count of supervised tokens, updates, and starts the next step from
+        zero.
 
         Does not wait for the card: the result is read when ``Pending.result`` is called.
         """
@@ -102,7 +105,9 @@ class TrainStep:
         return Pending(self.device, self._out)
 
     def evaluate(self, batch: Batch) -> tuple[float, int]:
-        """Sum of the negative log-likelihood of a micro-batch, and its count of supervised tokens."""
+        """Sum of the negative log-likelihood of a micro-batch, and its count of supervised
+        tokens.
+        """
         self._feed.write(batch)
         outputs = dense.loss_fwd(
             self.model,
@@ -137,7 +142,7 @@ class TrainStep:
 
     def _record(self) -> None:
         """Records both halves. The trial runs see no supervised token, so no update is applied."""
-        self._feed.write(padding(self.options.tokens))
+        self._feed.write(padding(self.options.tokens, self._longest))
         self._plan.write_scalars_(lr=0.0, step=1)
         self._micro = capture(self._run_micro)
         self._update = capture(self._run_update)
@@ -163,14 +168,14 @@ class Pending:
         if self._event is not None:
             self._event.synchronize()
         nll, count, norm = self._values
-        return StepResult(float(nll[0]), int(count[0]), float(norm[0]), bool(norm[2]))
+        return StepResult(float(nll), int(count), float(norm[0]), bool(norm[2]))
 
 
 def cupy_to_pinned(device: Device, x: Any, stream: Any) -> np.ndarray:
     """A copy in page-locked memory that the stream fills in its turn."""
     memory = device.library.cuda.alloc_pinned_memory(x.nbytes)
-    host = np.frombuffer(memory, x.dtype, x.size)
-    x.get(stream=stream, out=host.reshape(x.shape), blocking=False)
+    host = np.frombuffer(memory, x.dtype, x.size).reshape(x.shape)
+    x.get(stream=stream, out=host, blocking=False)
     return host
 
 
@@ -209,12 +214,14 @@ class Feed:
         event.record(stream)
 
 
-def padding(tokens: int) -> Batch:
-    """A batch of one unsupervised document."""
-    zeros = np.zeros(tokens, np.int32)
+def padding(tokens: int, longest: int) -> Batch:
+    """A batch of unsupervised documents of up to ``longest`` tokens."""
+    index = np.arange(tokens, dtype=np.int32)
+    positions = index % longest
+    start = index - positions
     return Batch(
-        zeros,
+        np.zeros(tokens, np.int32),
         np.full(tokens, IGNORED, np.int32),
-        np.arange(tokens, dtype=np.int32),
-        Docs(zeros, np.full(tokens, tokens, np.int32)),
+        positions,
+        Docs(start, np.minimum(start + longest, tokens).astype(np.int32)),
     )

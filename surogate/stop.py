@@ -1,4 +1,6 @@
-"""SIGINT and SIGTERM: at once where nothing can be lost, after the step at hand while steps are made."""
+"""SIGINT and SIGTERM: at once where nothing can be lost, after the step at hand while steps are
+made.
+"""
 
 import contextlib
 import os

@@ -1,19 +1,20 @@
 """A training run: from a configuration to a model directory or an adapter.
 
-The state of a run is the step number, the trained weights and the optimizer's state: the order of rows,
-the learning rate and every random number are functions of the step and the seeds. So a run that was
-stopped anywhere goes on from its newest checkpoint with the same bits.
+The state of a run is the step number, the trained weights and the optimizer's state: the order of
+rows, the learning rate and every random number are functions of the step and the seeds. So a run
+that was stopped anywhere goes on from its newest checkpoint with the same bits.
+
+SIGINT and SIGTERM end a run after the step at hand, with a checkpoint and exit status 128 + the
+signal's number; before the first step and after the last they end it at once.
 """
 
 import contextlib
 import importlib.metadata
 import math
 import platform
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,29 +29,26 @@ from surogate.errors import UserError
 from surogate.light import Light
 from surogate.models.blocks import Settings
 from surogate.optim.schedule import Schedule
-from surogate.optim.state import named_leaves, state_from_named, state_to_named
-from surogate.report import EvalRecord, Reporter, StepRecord
+from surogate.optim.state import STEP, named_leaves, state_to_named
+from surogate.report import EvalRecord, Reporter, StepRecord, read_log
 from surogate.settings import BOOKKEEPING
-from surogate.setup import Sources, export, load_rows, load_sources
+from surogate.setup import Sources, claimed, export, load_rows, load_sources, locate
 from surogate.step import Pending, TrainStep
+from surogate.stop import Stop
 
 UNUSABLE_LIMIT = 20  # updates in a row with a gradient that is not finite
 
 
 def train(config: Config) -> None:
-    """Trains as the configuration says. Raises UserError for whatever the user can put right.
-
-    SIGINT or SIGTERM ends the run after the step at hand, with a checkpoint; a second one at once.
-    """
+    """Trains as the configuration says. Raises UserError for whatever the user can put right."""
     device = choose_device(config.device)
-    with stream_of(device), Stop() as stop:
+    with claimed(Path(config.output_dir)), stream_of(device), Stop() as stop:
         Run(config, device, stop).go()
 
 
 def tokenize(config: Config) -> None:
     """Prepares the rows of a run and prints what they hold."""
-    for line in load_rows(config).facts():
-        print(line)
+    _say(*load_rows(config, *locate(config)).facts())
 
 
 class Launched(NamedTuple):
@@ -63,12 +61,17 @@ class Launched(NamedTuple):
 
 
 class Run:
-    """One run from start to end; ``go`` is the whole of it."""
+    """One run from start to end: making it reads everything, ``go`` does the rest."""
 
-    def __init__(self, config: Config, device: Device, stop: "Stop") -> None:
+    def __init__(self, config: Config, device: Device, stop: Stop) -> None:
         self.config, self.device, self.stop = config, device, stop
         self.directory = Path(config.output_dir)
-        self.rows = load_rows(config)
+        self.log = Path(config.log_file) if config.log_file else self.directory / "log.jsonl"
+        _say(f"surogate {__version__} on {device.fact()}", *ignored(config))
+        saved = self._checkpoint()
+        directory, model_config = locate(config)
+        self.rows = load_rows(config, directory, model_config)
+        _say(*self.rows.facts())
         self.loader = Loader(
             self.rows.train,
             rows_per_batch=config.per_device_train_batch_size,
@@ -77,24 +80,22 @@ class Run:
         )
         self.total = total_steps(config, self.loader.batches_per_epoch)
         self.schedule = schedule(config, self.total)
-        resumed = checkpoints.newest(self.directory) if config.resume_from_checkpoint else None
-        saved = checkpoints.load(resumed) if resumed else None
-        self._check_same_run(resumed, saved)
-        self.sources = load_sources(config, device)
+        self.sources = load_sources(config, directory, model_config, device)
+        _say(*self.sources.facts())
+        self.fingerprints = {"training rows": self.rows.fingerprint, **self.sources.fingerprints()}
         self.step = train_step(config, device, self.sources)
-        self.done = 0
+        self.done = self.evaluated = 0
+        self.resumed = saved is not None
         if saved is not None:
-            restore(self.step, saved)
-            self.done = saved.step
-        self.light = Light(device, self.sources.model_config, config)
+            self._resume(saved)
+        self.light = Light(device, model_config, config)
         self.unusable = 0
 
     def go(self) -> None:
         """Trains, evaluates, saves, exports."""
         config = self.config
-        log = Path(config.log_file) if config.log_file else self.directory / "log.jsonl"
         with Reporter(
-            log,
+            self.log,
             total_steps=self.total,
             resumed_step=self.done,
             logging_steps=config.logging_steps,
@@ -106,74 +107,74 @@ class Run:
                 versions=versions(),
                 device=self.device.name,
             )
-            self._train()
+            with self.stop.deferred():
+                self._train()
             if self.stop.asked:
-                reporter.finish(
-                    [f"stopped by {self.stop.asked} after step {self.done}: run again to go on"]
-                )
-                plot(log, self.directory, config.run_name)
+                again = "run again to go on"
+                reporter.finish([f"stopped by {self.stop.asked} after step {self.done}: {again}"])
+                plot(self.log, self.directory, config.run_name)
                 raise SystemExit(self.stop.status)
             written = export(config, self.sources, self.step, self.directory)
-            plot(log, self.directory, config.run_name)
-            reporter.finish([*written, f"done: {self.total} steps, {self.directory}"])
+            plot(self.log, self.directory, config.run_name)
+            reporter.finish([*written, f"done: {self.total} steps"])
 
     def _train(self) -> None:
-        config, accumulation = self.config, self.config.gradient_accumulation_steps
-        pending: Launched | None = None
+        """Steps until the last or until asked to stop. A step is reported, saved, then
+        evaluated.
+        """
+        config = self.config
+        saved, pending = self.done, None
         self._last = time.perf_counter()
-        evaluated = saved = self.done
-        with Prefetch(self.loader, self.done * accumulation) as batches:
+        if self.done and self.done % config.eval_steps == 0:
+            self._evaluate()
+        with Prefetch(self.loader, self.done * config.gradient_accumulation_steps) as batches:
             while self.done < self.total and not self.stop.asked:
-                cells = 0
-                for _ in range(accumulation):
-                    batch = next(batches)
-                    cells += int(batch.positions.sum()) + len(batch.positions)
-                    self.step.micro(batch)
-                lr = self.schedule.at(self.done + 1)
-                launched = Launched(self.done + 1, lr, cells, self.step.update(lr))
+                launched = self._launch(batches)
                 if pending is not None:
                     self._report(pending)
                 pending = launched
                 self.done += 1
-                at_end = self.done == self.total or bool(self.stop.asked)
-                due_eval = self.done % config.eval_steps == 0 or self.done == self.total
-                due_save = self.done % config.save_steps == 0 or at_end
-                if due_eval or due_save:
+                due_save = self.done % config.save_steps == 0
+                due_evaluation = self.done % config.eval_steps == 0
+                # A card computes this step while the host reports the one before it.
+                if self.device.kind == "cpu" or due_save or due_evaluation:
                     self._report(pending)
                     pending = None
-                if due_eval:
-                    self._evaluate()
-                    evaluated = self.done
                 if due_save:
                     self._save()
                     saved = self.done
+                if due_evaluation:
+                    self._evaluate()
         if pending is not None:
             self._report(pending)
         if saved != self.done:
             self._save()
-        if self.done == self.total and evaluated != self.done:
+        if self.done == self.total:
             self._evaluate()
 
-    def _report(self, launched: "Launched") -> None:
+    def _launch(self, batches: Prefetch) -> Launched:
+        """Starts the next update."""
+        cells = 0
+        for _ in range(self.config.gradient_accumulation_steps):
+            batch = next(batches)
+            cells += int(batch.positions.sum(dtype=np.int64)) + len(batch.positions)
+            self.step.micro(batch)
+        lr = self.schedule.at(self.done + 1)
+        return Launched(self.done + 1, lr, cells, self.step.update(lr))
+
+    def _report(self, launched: Launched) -> None:
         result, number = launched.pending.result(), launched.step
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         tokens = self.step.options.tokens * self.config.gradient_accumulation_steps
         if not result.applied:
-            self.unusable += 1
-            what = "no supervised token" if result.count == 0 else "a gradient that is not finite"
-            self.reporter.message(f"step {number}: {what}: the update was left out")
-            if self.unusable >= UNUSABLE_LIMIT:
-                raise UserError(
-                    f"step {number}: {UNUSABLE_LIMIT} updates in a row could not be used; "
-                    "lower learning_rate, or look at the data; earlier checkpoints are whole"
-                )
+            self._note_unusable(number, result.count)
         else:
             self.unusable = 0
         self.reporter.step(
             StepRecord(
                 step=number,
-                epoch=number * self.config.gradient_accumulation_steps / self.loader.batches_per_epoch,
+                epoch=self._epoch(number),
                 tokens=tokens,
                 duration_ms=seconds * 1e3,
                 loss=result.loss,
@@ -183,70 +184,109 @@ class Run:
                 sol=self.light.share(tokens=tokens, cells=launched.cells, seconds=seconds),
             )
         )
+        if self.unusable >= UNUSABLE_LIMIT:
+            raise UserError(
+                f"step {number}: {UNUSABLE_LIMIT} updates in a row could not be used; "
+                "lower learning_rate, or look at the data; earlier checkpoints are whole"
+            )
+
+    def _note_unusable(self, number: int, count: int) -> None:
+        self.unusable += 1
+        what = "no supervised token" if count == 0 else "a gradient that is not finite"
+        self.reporter.message(f"step {number}: {what}: the update was left out")
+
+    def _epoch(self, step: int) -> float:
+        return step * self.config.gradient_accumulation_steps / self.loader.batches_per_epoch
 
     def _evaluate(self) -> None:
-        if self.rows.evaluation is None:
+        """Reports the loss on the evaluation rows, once a step; gives up when asked to stop."""
+        if self.rows.evaluation is None or self.evaluated == self.done:
             return
         begin, nll, count = time.perf_counter(), 0.0, 0
         loader = EvalLoader(
             self.rows.evaluation, rows_per_batch=self.config.per_device_train_batch_size
         )
         for index in range(loader.batches):
+            if self.stop.asked:
+                return
             part, tokens = self.step.evaluate(loader.batch(index))
             nll, count = nll + part, count + tokens
-        seconds = time.perf_counter() - begin
+        self.evaluated = self.done
+        self._last = time.perf_counter()
         self.reporter.evaluation(
             EvalRecord(
                 step=self.done,
-                epoch=self.done
-                * self.config.gradient_accumulation_steps
-                / self.loader.batches_per_epoch,
+                epoch=self._epoch(self.done),
                 tokens=count,
-                loss=nll / count,
-                duration_ms=seconds * 1e3,
+                loss=nll / count if count else math.nan,
+                duration_ms=(self._last - begin) * 1e3,
             )
         )
-        self._last = time.perf_counter()
 
     def _save(self) -> None:
-        host = dict(named_leaves(self.step.trainable))
-        state = state_to_named(self.step.state)
+        if not self.resumed:  # a run that starts anew replaces what an earlier one left
+            checkpoints.discard(self.directory)
+            self.resumed = True
         checkpoints.save(
             self.directory,
             checkpoints.Checkpoint(
-                self.done, _on_host(host), _on_host(state), _deciding(self.config)
+                self.done,
+                dict(named_leaves(self.step.trainable)),
+                state_to_named(self.step.state),
+                _deciding(self.config),
+                self.fingerprints,
             ),
             keep=self.config.save_total_limit,
         )
         self._last = time.perf_counter()
 
-    def _check_same_run(self, path: Path | None, saved: checkpoints.Checkpoint | None) -> None:
-        if saved is None:
-            return
-        changed = checkpoints.changes(saved.settings, _deciding(self.config))
-        if changed:
-            raise UserError(
-                f"{path}: was made with other settings ({'; '.join(changed)}); use those, another "
-                "output_dir, or resume_from_checkpoint = false"
-            )
-        if saved.step > self.total:
-            raise UserError(f"{path}: is at step {saved.step} of a run of {self.total} steps")
+    def _checkpoint(self) -> checkpoints.Saved | None:
+        """The checkpoint to go on from, of the same settings; None to start anew."""
+        path = checkpoints.newest(self.directory)
+        if path is None or not self.config.resume_from_checkpoint:
+            return None
+        saved = checkpoints.load(path)
+        _refuse(saved, checkpoints.changes(saved.settings, _deciding(self.config)))
+        return saved
+
+    def _resume(self, saved: checkpoints.Saved) -> None:
+        """Takes the weights and the optimizer's state over from a checkpoint."""
+        _refuse(saved, checkpoints.changes(saved.sources, self.fingerprints))
+        step = self.step
+        state = state_to_named(step.state)
+        for file, arrays in (
+            (checkpoints.TRAINED, dict(named_leaves(step.trainable))),
+            (checkpoints.OPTIMIZER, state),
+        ):
+            checkpoints.fill_(saved.path / file, arrays, put=self.device.put)
+        step.state = step.state._replace(step=int(state[STEP]))
+        self.done = saved.step
+        if self.log.exists():
+            logged = [r["step"] for r in read_log(self.log) if r["log"] == "eval"]
+            self.evaluated = self.done if self.done in logged else 0
 
     def _facts(self) -> list[str]:
         config = self.config
-        rows = config.per_device_train_batch_size
+        rows, pieces = config.per_device_train_batch_size, config.gradient_accumulation_steps
         facts = [
-            f"surogate {__version__} on {self.device.name}",
-            *self.sources.facts(),
-            *self.rows.facts(),
-            f"{self.total} steps of {rows} x {config.gradient_accumulation_steps} rows of "
-            f"{config.sequence_len} tokens",
+            f"{self.total} steps of {rows} x {pieces} rows of {config.sequence_len} tokens "
+            f"({self._epoch(self.total):.2f} epochs), to {self.directory}",
             self.light.fact(),
-            *ignored(config),
         ]
-        if self.done:
-            facts.append(f"resumed after step {self.done}")
-        return facts
+        return [*facts, f"resumed after step {self.done}"] if self.done else facts
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(line, flush=True)
+
+
+def _refuse(saved: checkpoints.Saved, changed: list[str]) -> None:
+    if changed:
+        raise UserError(
+            f"{saved.path}: was made with other settings ({'; '.join(changed)}); use those, another "
+            "output_dir, or resume_from_checkpoint = false to start anew"
+        )
 
 
 def total_steps(config: Config, batches_per_epoch: int) -> int:
@@ -281,27 +321,9 @@ def train_step(config: Config, device: Device, sources: Sources) -> TrainStep:
     return TrainStep(device, sources.model, sources.adapter, settings, optimizer, options)
 
 
-def restore(step: TrainStep, saved: checkpoints.Checkpoint) -> None:
-    """Writes a checkpoint's weights and optimizer state into a step's arrays."""
-    wanted = dict(named_leaves(step.trainable))
-    if wanted.keys() != saved.trained.keys():
-        raise UserError("the checkpoint holds other weights than this configuration trains")
-    for name, array in wanted.items():
-        array[...] = step.device.put(saved.trained[name])
-    state = state_from_named(saved.optimizer, step.trainable, step.optimizer)
-    for name, array in state_to_named(step.state).items():
-        if name != "step":
-            array[...] = state_to_named(state)[name]
-    step.state = step.state._replace(step=state.step)
-
-
 def _deciding(config: Config) -> dict[str, Any]:
     """The settings that decide what is computed."""
     return {k: v for k, v in config_to_dict(config).items() if k not in BOOKKEEPING}
-
-
-def _on_host(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
-    return {k: v if isinstance(v, np.ndarray) else v.get() for k, v in arrays.items()}
 
 
 def plot(log: Path, directory: Path, title: str) -> None:
@@ -328,26 +350,3 @@ def stream_of(device: Device) -> Iterator[None]:
         return
     with device.library.cuda.Stream(non_blocking=True):
         yield
-
-
-class Stop:
-    """Remembers SIGINT and SIGTERM; a second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self.asked, self.status = "", 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "Stop":
-        with contextlib.suppress(ValueError):  # not in the main thread: signals are not ours
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise SystemExit(128 + number)
-        self.asked, self.status = signal.Signals(number).name, 128 + number

@@ -44,7 +44,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["host", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test on the host version, on the kernel under emulation, and on a card if there is one."""
+    """Runs a test on the host version, on the kernel under emulation, and on a card if there is
+    one.
+    """
     if request.param != "emulated":
         yield request.param
         return

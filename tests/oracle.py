@@ -1,8 +1,9 @@
-"""What tests compare with: references differentiated in float64, and tolerances derived from roundings.
+"""What tests compare with: references differentiated in float64, and tolerances derived from
+roundings.
 
-``oracle`` runs an op's plain reference in torch at float64 with its autodiff, so that no formula of ours
-checks itself. ``close`` allows a number of roundings of the dtype, scaled by the size of the values and by
-the number of terms that were summed; it never takes a bare tolerance.
+``oracle`` runs an op's plain reference in torch at float64 with its autodiff, so that no formula of
+ours checks itself. ``close`` allows a number of roundings of the dtype, scaled by the size of the
+values and by the number of terms that were summed; it never takes a bare tolerance.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,8 +49,8 @@ def oracle(
 ) -> tuple[np.ndarray | None, ...]:
     """Outputs of a reference and the gradients of its arrays, in float64 through torch.
 
-    ``arrays`` may hold None, which is passed on. A cotangent may be None for an output that is not used.
-    Returns (*outputs, *gradients), with None for the gradient of None.
+    ``arrays`` may hold None, which is passed on. A cotangent may be None for an output that is not
+    used. Returns (*outputs, *gradients), with None for the gradient of None.
     """
     import torch
 
@@ -87,9 +88,10 @@ def close(
 ) -> None:
     """Fails unless ``got`` is within ``roundings`` roundings of ``dtype`` of ``want``.
 
-    An error is measured against the value plus the root mean square of all values (or ``scale``), which
-    is what the summands of a value that cancels were like. A sum of ``terms`` terms, each rounded, may
-    drift by the square root of their number in float32, and in the input's dtype before.
+    An error is measured against the value plus the root mean square of all values (or ``scale``),
+    which is what the summands of a value that cancels were like. A sum of ``terms`` terms, each
+    rounded, may drift by the square root of their number in float32, and in the input's dtype
+    before.
     """
     got, want = to_host(got).astype(np.float64), to_host(want).astype(np.float64)
     assert got.shape == want.shape, f"shape {got.shape}, expected {want.shape}"

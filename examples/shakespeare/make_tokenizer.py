@@ -1,4 +1,6 @@
-"""Makes model/tokenizer.json from plays.jsonl: byte-level BPE of 1024 tokens. Run once; the result is kept."""
+"""Makes model/tokenizer.json from plays.jsonl: byte-level BPE of 1024 tokens. Run once; the result
+is kept.
+"""
 
 import json
 from pathlib import Path

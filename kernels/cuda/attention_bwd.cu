@@ -32,12 +32,12 @@ __global__ void attention_bwd_stats(float* __restrict__ stats,        // (heads,
 }
 
 // Adds what one tile of ROWS queries of one head gives to the dK and dV of a warp's 16 M keys. Everything is
-// transposed: keys are rows. ends[m][half] is one past the last query that reads the lane's key.
+// transposed: keys are rows. `query` and `key` are the first query of the tile and the first key of the warp.
 template <int HEAD_DIM, int OUT_DIM, int M, int ROWS>
 __device__ __forceinline__ void add_queries(float (&dk)[M][OUT_DIM / 8][4], float (&dv)[M][OUT_DIM / 8][4],
                                             const bf16* k_rows, const bf16* v_rows, const bf16* q_tile,
                                             const bf16* do_tile, const float* stat, float scale_log2, bool masked,
-                                            int offset, const int (&ends)[M][2], int query, int column) {
+                                            int query, int key, const int* end, int tokens, int window, int column) {
     int lane = threadIdx.x % 32;
     stat += lane % 4 * 4;
     float p[M][ROWS / 8][4] = {}, ds[M][ROWS / 8][4] = {};
@@ -54,13 +54,17 @@ __device__ __forceinline__ void add_queries(float (&dk)[M][OUT_DIM / 8][4], floa
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
-            for (int n = 0; n < ROWS / 8; ++n)
+            for (int half = 0; half < 2; ++half) {
+                int low = key + 16 * m + 8 * half + lane / 4;
+                int high = low < tokens ? end_query(end, low, window) : 0;
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    int row = 8 * n + lane % 4 * 2 + e % 2;  // in the tile
-                    int key = offset + 16 * m + e / 2 * 8 + lane / 4;
-                    if (row < key || query + row >= ends[m][e / 2]) p[m][n][e] = 0.0f;
-                }
+                for (int n = 0; n < ROWS / 8; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        int i = query + 8 * n + lane % 4 * 2 + e;
+                        if (i < low || i >= high) p[m][n][2 * half + e] = 0.0f;
+                    }
+            }
     inner_products<HEAD_DIM>(ds, v_rows, 0, do_tile, 0);
     weighted_rows<HEAD_DIM>(dv, p, do_tile + column);
 #pragma unroll
@@ -95,15 +99,11 @@ __global__ void __launch_bounds__(WARPS * 32)
     bf16 *v_tile = k_tile + KEYS * HEAD_DIM, *stages = v_tile + KEYS * HEAD_DIM;
 
     int kv_head = blockIdx.x % kv_heads, group = heads / kv_heads;
-    int key = blockIdx.x / kv_heads * KEYS, warp_key = warp_index() * WARP_KEYS, column = blockIdx.y * OUT_DIM;
-    q += kv_head * group * HEAD_DIM, d_o += kv_head * group * HEAD_DIM;
-    stats += int64_t(kv_head) * group * padded * 2;
+    int key = blockIdx.x / kv_heads * KEYS, warp_key = warp_index() * WARP_KEYS, column = OUT_DIM < HEAD_DIM ? blockIdx.y * OUT_DIM : 0;
 
     int first = key / ROWS * ROWS;
-    int tiles = (end_query(end, min(key + KEYS, tokens) - 1, window) - first + ROWS - 1) / ROWS;
-    auto load_stage = [&](int i) {
-        int head = i / tiles, row = first + i % tiles * ROWS;
-        bf16* stage = stages + i % STAGES * STAGE;
+    auto load_stage = [&](int slot, int head, int row) {
+        bf16* stage = stages + slot * STAGE;
         load_rows<HEAD_DIM, ROWS, THREADS>(stage, q + head * HEAD_DIM, q_stride, row, tokens);
         load_rows<HEAD_DIM, ROWS, THREADS>(stage + ROWS * HEAD_DIM, d_o + head * HEAD_DIM, do_stride, row, tokens);
         const float* source = stats + (int64_t(head) * padded + row) * 2 + threadIdx.x * 4;
@@ -112,34 +112,33 @@ __global__ void __launch_bounds__(WARPS * 32)
     };
     load_rows<HEAD_DIM, KEYS, THREADS>(k_tile, k + kv_head * HEAD_DIM, k_stride, key, tokens);
     load_rows<HEAD_DIM, KEYS, THREADS>(v_tile, v + kv_head * HEAD_DIM, v_stride, key, tokens);
-    load_stage(0);
+    load_stage(0, kv_head * group, first);
 
-    int ends[KEY_TILES][2];
-    for (int m = 0; m < KEY_TILES; ++m)
-        for (int half = 0; half < 2; ++half) {
-            int mine = key + warp_key + 16 * m + 8 * half + threadIdx.x % 32 / 4;
-            ends[m][half] = mine < tokens ? end_query(end, mine, window) : 0;
-        }
     int low = key + warp_key, high = min(low + WARP_KEYS, tokens) - 1;
     int all_end = low < tokens ? end_query(end, low, window) : 0;   // the first query that not all keys are read by
     int any_end = low < tokens ? end_query(end, high, window) : 0;  // the first that none is read by
     float dk_rows[KEY_TILES][OUT_DIM / 8][4] = {}, dv_rows[KEY_TILES][OUT_DIM / 8][4] = {};
 
-    for (int i = 0; i < tiles * group; ++i) {
+    int last = (end_query(end, min(key + KEYS, tokens) - 1, window) - 1) / ROWS * ROWS;
+    int head = kv_head * group, row = first, slot = 0;
+    while (head < kv_head * group + group) {
+        int next_head = row < last ? head : head + 1, next_row = row < last ? row + ROWS : first;
+        int next_slot = (slot + 1) % STAGES;
+        bool more = next_head < kv_head * group + group;
         cp_async_wait<0>();
-        __syncthreads();  // stage i is here, and nobody reads stage i - 1 any more
-        if (STAGES > 1 && i + 1 < tiles * group) load_stage(i + 1);
-        const bf16* stage = stages + i % STAGES * STAGE;
-        int row = first + i % tiles * ROWS;
+        __syncthreads();  // this stage is here, and nobody reads the other any more
+        if (STAGES > 1 && more) load_stage(next_slot, next_head, next_row);
+        const bf16* stage = stages + slot * STAGE;
         if (row + ROWS > low && row < any_end)
             add_queries<HEAD_DIM, OUT_DIM, KEY_TILES, ROWS>(
                 dk_rows, dv_rows, k_tile + warp_key * HEAD_DIM, v_tile + warp_key * HEAD_DIM, stage,
                 stage + ROWS * HEAD_DIM, reinterpret_cast<const float*>(stage + 2 * ROWS * HEAD_DIM), scale * LOG2E,
-                row < low + WARP_KEYS - 1 || row + ROWS > all_end, low - row, ends, row, column);
+                row < low + WARP_KEYS - 1 || row + ROWS > all_end, row, low, end, tokens, window, column);
         if (STAGES == 1) {
             __syncthreads();
-            if (i + 1 < tiles * group) load_stage(i + 1);
+            if (more) load_stage(next_slot, next_head, next_row);
         }
+        head = next_head, row = next_row, slot = next_slot;
     }
 
     for (int m = 0; m < KEY_TILES; ++m)

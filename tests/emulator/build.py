@@ -1,8 +1,9 @@
-"""Shared libraries of the emulator: the runtime, and one per .cu file. Needs g++ and addr2line."""
+"""Shared libraries of the emulator: the runtime, and one per .cu file."""
 
 import functools
 import hashlib
 import os
+import platform
 import subprocess
 import tempfile
 from pathlib import Path
@@ -13,10 +14,10 @@ HERE = Path(__file__).parent
 RUNTIME = ("launch.cpp", "fibers.cpp", "warp.cpp", "memory.cpp", "hooks.cpp")
 RUNTIME_HEADERS = ("runtime.h", "machine.h", "switch.h")
 COMPILE = ("g++", "-std=c++17", "-fPIC", "-fvisibility=hidden")
-RUNTIME_FLAGS = ("-O2", "-Wall", "-Wextra")
+RUNTIME_FLAGS = ("-O3",)
 CHECKS = "alignment,bounds,null,signed-integer-overflow,integer-divide-by-zero,unreachable,return"
-# As in CUDA, a product and a sum fuse only where the source says so. Statics of inline functions are shared
-# memory: each library keeps its own. -w: the pragmas are nvcc's.
+# Products and sums do not fuse. Statics of inline functions are shared memory: a library keeps its own.
+# -w: the pragmas are nvcc's.
 KERNEL_FLAGS = (
     *("-O1", "-g1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-gnu-unique"),
     "-fstack-clash-protection",  # so that a deep stack meets its guard page
@@ -51,12 +52,15 @@ def kernels(stem: str, text: str, expressions: tuple[str, ...]) -> Path:
 
 
 def source_line(library: str, base: int, instruction: int | None) -> str:
-    """" (file:line)" of an address just after an instruction of a library, or nothing for None."""
-    if instruction is None:
+    """Where a kernel was, as in " (add.cu:7)", given the address behind an instruction.
+
+    Empty for None, and for an address elsewhere (in the runtime or libm).
+    """
+    if instruction is None or instruction <= base:
         return ""
     command = ["addr2line", "-e", library, hex(instruction - 1 - base)]
     line = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
-    return f" ({line.rsplit('/', 1)[-1]})"
+    return "" if line.startswith("?") else f" ({line.rsplit('/', 1)[-1]})"
 
 
 def _translation_unit(stem: str, text: str, expressions: tuple[str, ...]) -> str:
@@ -78,7 +82,7 @@ ENTRY void emulated_image(emulator::Image* out) {{ *out = {{__ehdr_start, __bss_
 
 
 def _digest(files: list[Path], *parts: str) -> str:
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(platform.machine().encode())
     for part in (*(f"{path.name}\0{path.read_text()}" for path in files), *parts):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:20]

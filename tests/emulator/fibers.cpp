@@ -12,6 +12,9 @@ namespace {
 
 constexpr size_t STACK = 256 * 1024;  // of a fiber; the lowest page is a guard
 
+// Stacks start at different places of a cache: tops at one multiple of a page would evict one another.
+constexpr size_t COLOR = 9 * 64, MAX_COLOR = 32 * 1024;
+
 // warp_sync exchanges nothing: it orders the lanes' accesses to memory.
 const Collective WARP_SYNC = {"warp_sync", false, [](void* const*) {}};
 
@@ -36,7 +39,7 @@ char* stacks() {
 void start(unsigned number) {
     Fiber& fiber = machine.fibers[number];
     fiber.stack_low = stacks() + number * STACK;
-    fiber.stack_high = fiber.stack_low + STACK;
+    fiber.stack_high = fiber.stack_low + STACK - number * COLOR % MAX_COLOR;
     void** words = reinterpret_cast<void**>(fiber.stack_high) - 2 - SAVED_WORDS;
     memset(words, 0, SAVED_WORDS * sizeof(void*));
     words[RETURN_WORD] = reinterpret_cast<void*>(fiber_main);

@@ -3,8 +3,6 @@
 // __ubsan_* where a check in the code has failed.
 #include "machine.h"
 
-#include <string.h>
-
 using namespace emulator;
 
 #pragma GCC visibility push(default)
@@ -36,13 +34,13 @@ void __tsan_write_range(void* p, unsigned long bytes) {
 }
 
 #define UNDEFINED(check, what) \
-    void __ubsan_handle_##check##_abort(const void*) { fail_at(__builtin_return_address(0), what); }
-UNDEFINED(out_of_bounds, "index outside of an array")
-UNDEFINED(add_overflow, "signed addition overflows")
-UNDEFINED(sub_overflow, "signed subtraction overflows")
-UNDEFINED(mul_overflow, "signed multiplication overflows")
-UNDEFINED(negate_overflow, "signed negation overflows")
-UNDEFINED(divrem_overflow, "integer division by zero")
+    void __ubsan_handle_##check(const void*) { fail_at(__builtin_return_address(0), what); }
+UNDEFINED(out_of_bounds_abort, "index outside of an array")
+UNDEFINED(add_overflow_abort, "signed addition overflows")
+UNDEFINED(sub_overflow_abort, "signed subtraction overflows")
+UNDEFINED(mul_overflow_abort, "signed multiplication overflows")
+UNDEFINED(negate_overflow_abort, "signed negation overflows")
+UNDEFINED(divrem_overflow_abort, "integer division by zero, or of the least integer by -1")
 UNDEFINED(builtin_unreachable, "reaches __builtin_unreachable")
 UNDEFINED(missing_return, "function ends without a return")
 #undef UNDEFINED

@@ -1,9 +1,4 @@
-"""Compiles the CUDA sources for the host and launches them there, in place of the card.
-
-Each .cu file becomes a shared library with an entry per template instance of its ``Source``; the runtime (the
-.cpp files beside this one) is another. Both are cached on disk by the text of all that goes into them.
-Threads run as fibers, blocks one after the other; docs in README.md.
-"""
+"""Takes kernel launches in place of the card: checks the arguments, runs the kernel on the host."""
 
 import contextlib
 import ctypes
@@ -70,7 +65,7 @@ class _Failure(ctypes.Structure):
 
 
 class Kernel(NamedTuple):
-    """A compiled instance: the library's file and place in memory, the entry, and its parameters."""
+    """A compiled instance: its library's file and place in memory, its entry and parameters."""
 
     path: str
     image: _Image
@@ -105,8 +100,8 @@ def launch(
 ) -> None:
     """Runs all threads of the grid, with the arguments that ``Source.launch`` takes.
 
-    Raises RuntimeError with the kernel, block, thread and source line when the kernel does what CUDA leaves
-    undefined, faults, deadlocks or does not end, and TypeError when arguments do not fit its signature.
+    Raises RuntimeError with the kernel, block, thread and line when the kernel does what CUDA
+    leaves undefined, faults, deadlocks or does not end; TypeError when arguments do not fit it.
     """
     expression = _expression(kernel, types)
     name = f"{source.stem}.cu: {expression}"
@@ -189,4 +184,6 @@ def _kernel(stem: str, text: str, expressions: tuple[str, ...], expression: str)
     parameters, image = (_Parameter * MAX_PARAMETERS)(), _Image()
     count = getattr(library, f"emulated_parameters_{number}")(parameters)
     library.emulated_image(ctypes.byref(image))
-    return Kernel(path, image, getattr(library, f"emulated_entry_{number}"), list(parameters)[:count])
+    return Kernel(
+        path, image, getattr(library, f"emulated_entry_{number}"), list(parameters)[:count]
+    )

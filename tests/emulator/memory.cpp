@@ -16,7 +16,8 @@ alignas(1024) char dynamic[MAX_SHARED];
 enum Who : uint32_t { ONE = 0, LANES = 1, WARPS = 2, BLOCKS = 3, SET = 3, ATOMIC = 4, IN_FLIGHT = 8 };
 constexpr int THREAD_SHIFT = 4, WARP_SHIFT = THREAD_SHIFT + 5, BLOCK_SHIFT = THREAD_SHIFT + 10;
 
-// The last accesses of a place, by the machine's clock. Times of earlier launches stay and mean nothing.
+// The last accesses of a place, by the machine's clock. Cells start with what earlier launches left: their
+// times are before launch_start.
 struct Cell {
     uint32_t write_time, writer, read_time, reader;
 };
@@ -24,7 +25,7 @@ struct Cell {
 struct Span {
     const char *low, *high;
     bool writable, shared;
-    unsigned item_size;  // bytes of a cell
+    int cell_shift;  // log2 of a cell's bytes
     int argument;
     Cell* cells;  // null: races are not looked for
 };
@@ -45,7 +46,7 @@ Cell* cell_arena() {
 }
 
 void add_span(Span span) {
-    size_t cells = size_t(span.high - span.low) / span.item_size + 1;
+    size_t cells = (size_t(span.high - span.low) >> span.cell_shift) + 1;
     if (span.writable && cells_used + cells <= MAX_CELLS) {
         span.cells = cell_arena() + cells_used;
         cells_used += cells;
@@ -65,21 +66,31 @@ void add_regions(const Region* regions, int count) {
             whole.writable |= sorted[i].writable;
             whole.item_size = std::min(whole.item_size, sorted[i].item_size);
         }
-        add_span({whole.low, whole.high, whole.writable != 0, false, unsigned(whole.item_size), whole.argument, nullptr});
+        int shift = std::min(3, __builtin_ctz(unsigned(whole.item_size)));
+        add_span({whole.low, whole.high, whole.writable != 0, false, shift, whole.argument, nullptr});
     }
 }
 
 uint32_t self_code() { return machine.block_number << BLOCK_SHIFT | machine.current->number << THREAD_SHIFT; }
 
-bool ordered(uint32_t time, uint32_t who, uint32_t start) {
-    if (time < start) return true;
-    uint32_t self = self_code();
-    if ((who & SET) == BLOCKS || who >> BLOCK_SHIFT != self >> BLOCK_SHIFT) return machine.fenced;
-    if (time < machine.barrier_time) return true;
-    if ((who & SET) == WARPS || who >> WARP_SHIFT != self >> WARP_SHIFT) return false;
-    if (time < machine.warps[machine.current->number / WARP].phase) return true;
-    return (who & SET) == ONE && who >> THREAD_SHIFT == self >> THREAD_SHIFT;
-}
+// What `ordered` asks of the running thread. Nothing from before `start` matters: for shared memory that is
+// the last barrier, for global memory the start of the launch.
+struct Now {
+    uint32_t self, start, barrier, phase;
+
+    explicit Now(bool shared)
+        : self(self_code()), start(shared ? machine.barrier_time : machine.launch_start),
+          barrier(machine.barrier_time), phase(machine.warps[machine.current->number / WARP].phase) {}
+
+    bool ordered(uint32_t time, uint32_t who) const {
+        if (time < start) return true;
+        uint32_t differs = who ^ self, set = who & SET;
+        if (set == BLOCKS || differs >> BLOCK_SHIFT) return machine.fenced;
+        if (time < barrier) return true;
+        if (set == WARPS || differs >> WARP_SHIFT) return false;
+        return time < phase || (set == ONE && !(differs >> THREAD_SHIFT));
+    }
+};
 
 [[noreturn]] void fail_race(const Span& span, uint32_t who, const char* now, const char* before,
                             const void* instruction) {
@@ -90,38 +101,33 @@ bool ordered(uint32_t time, uint32_t who, uint32_t start) {
             other.y, other.z, who >> BLOCK_SHIFT, before);
 }
 
-void record_read(Cell& cell, uint32_t start) {
-    uint32_t self = self_code();
-    if (ordered(cell.read_time, cell.reader, start)) {
-        cell.reader = self;
-    } else if (cell.reader >> BLOCK_SHIFT != self >> BLOCK_SHIFT) {
-        cell.reader |= BLOCKS;
-    } else if (cell.reader >> WARP_SHIFT != self >> WARP_SHIFT) {
-        cell.reader = (cell.reader & SET) == BLOCKS ? cell.reader : (cell.reader & ~SET) | WARPS;
-    } else if ((cell.reader & SET) == ONE) {
-        cell.reader |= LANES;
-    }
+void record_read(Cell& cell, const Now& now) {
+    uint32_t differs = cell.reader ^ now.self;
+    if (now.ordered(cell.read_time, cell.reader)) cell.reader = now.self;
+    else if (differs >> BLOCK_SHIFT) cell.reader |= BLOCKS;
+    else if (differs >> WARP_SHIFT && (cell.reader & SET) != BLOCKS) cell.reader = (cell.reader & ~SET) | WARPS;
+    else if ((cell.reader & SET) == ONE) cell.reader |= LANES;
     cell.read_time = machine.clock;
 }
 
 void check_races(const Span& span, size_t offset, int bytes, Access access, const void* instruction) {
-    uint32_t start = span.shared ? machine.block_start : machine.launch_start;
-    size_t first = offset / span.item_size, last = (offset + size_t(bytes) - 1) / span.item_size;
+    const Now now(span.shared);
+    size_t first = offset >> span.cell_shift, last = (offset + size_t(bytes) - 1) >> span.cell_shift;
     for (size_t i = first; i <= last; ++i) {
         Cell& cell = span.cells[i];
-        if (cell.writer & IN_FLIGHT && cell.write_time >= start)
+        if (cell.writer & IN_FLIGHT && cell.write_time >= machine.block_start)
             fail_at(instruction, "race: touches shared memory that a cp_async_16 nobody waited for is writing");
         bool atomics = access == Access::atomic && cell.writer & ATOMIC;
-        if (!atomics && !ordered(cell.write_time, cell.writer & ~ATOMIC, start))
+        if (!atomics && !now.ordered(cell.write_time, cell.writer & ~ATOMIC))
             fail_race(span, cell.writer, access == Access::read ? "reads" : "writes", "wrote", instruction);
         if (access == Access::read) {
-            record_read(cell, start);
+            record_read(cell, now);
             continue;
         }
-        if (!ordered(cell.read_time, cell.reader, start))
+        if (!now.ordered(cell.read_time, cell.reader))
             fail_race(span, cell.reader, "writes", "read", instruction);
         cell.write_time = machine.clock;
-        cell.writer = self_code() | (access == Access::atomic ? ATOMIC : 0);
+        cell.writer = now.self | (access == Access::atomic ? uint32_t(ATOMIC) : 0);
     }
 }
 
@@ -164,8 +170,8 @@ void begin_launch_memory() {
     const Image& image = machine.launch.image;
     span_count = last_span = 0;
     cells_used = 0;
-    add_span({dynamic, dynamic + machine.launch.dynamic_shared, true, true, 1, -1, nullptr});
-    add_span({image.shared_low, image.shared_high, true, true, 1, -1, nullptr});
+    add_span({dynamic, dynamic + machine.launch.dynamic_shared, true, true, 0, -1, nullptr});
+    add_span({image.shared_low, image.shared_high, true, true, 0, -1, nullptr});
     add_regions(machine.launch.regions, machine.launch.region_count);
 }
 

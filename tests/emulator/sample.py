@@ -7,7 +7,7 @@ from surogate.kernels.nvrtc import Source
 
 
 class Sample(Source):
-    """A file of tests/emulator/samples, or any text. It is not among the sources that a build compiles."""
+    """A file of tests/emulator/samples, or any text; no part of what ``make compile`` compiles."""
 
     def __init__(
         self, stem: str, instances: dict[str, list[tuple[str, ...]]], text: str | None = None

@@ -75,24 +75,23 @@ float bf16_of(uint32_t pair, int half) {
 // b[i] rows 2t + 8*i and the next of column g; d[i] row g + 8*(i/2), column 2t + i%2.
 // Products are exact; their sum is rounded once, where tensor cores round (or truncate) it in some order.
 void perform_mma(void* const operands[WARP]) {
-    float a[16][16], b[8][16];
+    double a[16][16], b[16][8], sums[16][8];
     for (int lane = 0; lane < WARP; ++lane) {
         auto* own = static_cast<const MmaOperand*>(operands[lane]);
         int g = lane / 4, t = lane % 4;
         for (int half = 0; half < 2; ++half) {
             for (int i = 0; i < 4; ++i) a[g + 8 * (i % 2)][2 * t + 8 * (i / 2) + half] = bf16_of(own->a[i], half);
-            for (int i = 0; i < 2; ++i) b[g][2 * t + 8 * i + half] = bf16_of(own->b[i], half);
+            for (int i = 0; i < 2; ++i) b[2 * t + 8 * i + half][g] = bf16_of(own->b[i], half);
         }
+        for (int i = 0; i < 4; ++i) sums[g + 8 * (i / 2)][2 * t + i % 2] = own->d[i];
     }
-    for (int lane = 0; lane < WARP; ++lane) {
-        float* d = static_cast<MmaOperand*>(operands[lane])->d;
-        for (int i = 0; i < 4; ++i) {
-            const float *row = a[lane / 4 + 8 * (i / 2)], *column = b[2 * (lane % 4) + i % 2];
-            double sum = d[i];
-            for (int k = 0; k < 16; ++k) sum += double(row[k]) * double(column[k]);
-            d[i] = float(sum);
-        }
-    }
+    for (int row = 0; row < 16; ++row)
+        for (int k = 0; k < 16; ++k)
+            for (int column = 0; column < 8; ++column) sums[row][column] += a[row][k] * b[k][column];
+    for (int lane = 0; lane < WARP; ++lane)
+        for (int i = 0; i < 4; ++i)
+            static_cast<MmaOperand*>(operands[lane])->d[i] =
+                float(sums[lane / 4 + 8 * (i / 2)][2 * (lane % 4) + i % 2]);
 }
 
 const Collective SHUFFLE = {"shuffle", false, perform_shuffle};

@@ -1,4 +1,6 @@
-"""Elementwise addition and accumulation: exact, at every size around a vector access and a block."""
+"""Elementwise addition and accumulation: exact, at every size around a vector access and a
+block.
+"""
 
 import inspect
 from typing import Any
@@ -61,7 +63,9 @@ def test_float64_runs_on_the_host() -> None:
 
 def test_refusals(device: str) -> None:
     a, b = (to_device(x, device) for x in normal("float32", (4,), (5,)))
-    with pytest.raises(ValueError, match=r"a and b must agree, got float32\(4,\) and bfloat16\(4,\)"):
+    with pytest.raises(
+        ValueError, match=r"a and b must agree, got float32\(4,\) and bfloat16\(4,\)"
+    ):
         add_fwd(a, a.astype(BF16))
     if device != "host":
         with pytest.raises(ValueError, match=r"into must be C-contiguous"):

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,14 @@ import pytest
 from surogate.kernels.arrays import BF16
 from tests.emulator.launch import emulated
 from tests.emulator.sample import Sample
+from tests.kernels.test_emulator_faults import SOURCE as FAULTS
 from tests.oracle import normal, same_bits, to_device, to_host
 
 WARP = Sample(
     "warp",
     {
         "shuffle": [("float",), ("int",), ("bf16",), ("double",)],
-        "ballot": [()],
+        "vote": [()],
         "reduce": [()],
         "tiles": [("false",), ("true",)],
         "multiply": [()],
@@ -28,6 +30,7 @@ MEMORY = Sample(
         "pipeline": [()],
         "reverse": [("float",), ("bf16",)],
         "unwritten": [()],
+        "through_table": [()],
         "rounded": [()],
         "atomics": [()],
         "integers": [()],
@@ -74,7 +77,7 @@ def test_shuffles(types: str, dtype: Any, mask: int, lane: int, machine: str) ->
 
 def test_ballot(machine: str) -> None:
     x = np.random.default_rng(0).integers(-1, 2, 64).astype(np.int32)
-    votes, _ = run(machine, WARP, "ballot", (), 1, 64, [np.zeros(2, np.uint32), x])
+    votes, _ = run(machine, WARP, "vote", (), 1, 64, [np.zeros(2, np.uint32), x])
     bits = (x.reshape(2, 32) > 0).astype(np.uint32)
     same_bits(votes, (bits << np.arange(32, dtype=np.uint32)).sum(1, dtype=np.uint32))
 
@@ -170,7 +173,9 @@ def test_integers(machine: str) -> None:
     y = rng.integers(-200, 200, 64).astype(np.int32)
     args = [np.zeros_like(x), np.zeros_like(y), x, y]
     high, clamped, _, _ = run(machine, MEMORY, "integers", (), 1, 64, args)
-    same_bits(high, (x.astype(np.uint64) * np.uint64(0x9E3779B9) >> np.uint64(32)).astype(np.uint32))
+    same_bits(
+        high, (x.astype(np.uint64) * np.uint64(0x9E3779B9) >> np.uint64(32)).astype(np.uint32)
+    )
     same_bits(clamped, np.clip(y, -100, 100))
 
 
@@ -184,7 +189,44 @@ def test_scalar_arguments(types: str, dtype: Any, machine: str) -> None:
 def test_a_view_is_its_first_element(machine: str) -> None:
     x = np.arange(64, dtype=np.float32)
     columns = to_device(np.zeros((32, 4), np.float32), machine)
-    MEMORY.launch("reverse", ("float",), 1, 32, [columns[1:], to_device(x, machine)[32:]], shared=128)
+    MEMORY.launch(
+        "reverse", ("float",), 1, 32, [columns[1:], to_device(x, machine)[32:]], shared=128
+    )
     want = np.zeros((32, 4), np.float32)
     want.reshape(-1)[4:36] = x[32:][::-1]
     same_bits(columns, want)
+
+
+def test_addresses_from_a_table(machine: str) -> None:
+    arrays = [to_device(np.full(3, i, np.float32), machine) for i in range(4)]
+    pointers = [a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr for a in arrays]
+    run(machine, MEMORY, "through_table", (), 1, 4, [np.array(pointers, np.int64)])
+    for i, array in enumerate(arrays):
+        same_bits(array, np.array([i + 1, i, i], np.float32))
+
+
+def test_arguments_may_overlap() -> None:
+    x = np.arange(96, dtype=np.float32)
+    with emulated():
+        MEMORY.launch("reverse", ("float",), 2, 32, [x[:64], x[:64]], shared=128)
+    want = np.concatenate([np.arange(32)[::-1], np.arange(32, 64)[::-1], np.arange(64, 96)])
+    same_bits(x, want.astype(np.float32))
+
+
+def test_launches_from_several_threads() -> None:
+    x = np.arange(1024, dtype=np.float32)
+
+    def reverse(_: int) -> np.ndarray:
+        y = np.zeros_like(x)
+        MEMORY.launch("reverse", ("float",), 1, 1024, [y, x], shared=4096)
+        return y
+
+    with emulated(), ThreadPoolExecutor(4) as pool:
+        for y in pool.map(reverse, range(16)):
+            same_bits(y, np.ascontiguousarray(x[::-1]))
+
+
+@pytest.mark.parametrize("source", [WARP, MEMORY, FAULTS], ids=lambda source: source.stem)
+def test_samples_are_cuda(source: Sample) -> None:
+    """They compile for a card too: the emulator takes no language of its own."""
+    assert set(source.compile("90a").names) == set(source.expressions())

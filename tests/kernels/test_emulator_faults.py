@@ -1,4 +1,6 @@
-"""The emulator names what is wrong with a kernel, where CUDA would crash, hang or go on with garbage."""
+"""The emulator names what is wrong with a kernel, where CUDA would crash, hang or go on with
+garbage.
+"""
 
 import subprocess
 import sys
@@ -19,7 +21,11 @@ SHARED_RACE = r"race: (reads|writes) shared memory that thread \(\d+,0,0\) of bl
 
 # Kernel, arguments after y ("y" stands for a fresh array), and what the message must say.
 FAULTS: list[tuple[str, list[Any], str]] = [
-    ("write_past_end", ["y"], r"thread \(63,0,0\): writes 4 bytes, 4 bytes past the end of argument 0"),
+    (
+        "write_past_end",
+        ["y"],
+        r"thread \(63,0,0\): writes 4 bytes, 4 bytes past the end of argument 0",
+    ),
     ("read_before_start", ["y", X], r"thread \(0,0,0\): reads 4 bytes, 4 bytes before the start"),
     ("write_const", [X], "writes 4 bytes to argument 0, which is const"),
     ("read_null", ["y", None], "null pointer to 'const float'"),
@@ -29,7 +35,11 @@ FAULTS: list[tuple[str, list[Any], str]] = [
     ("misaligned_rows", [], r"thread \(1,0,0\): ldmatrix_x4: address .* not aligned to 16 bytes"),
     ("rows_in_global", [X], "ldmatrix_x4: address .* not in the shared memory"),
     ("past_static_array", ["y"], r"thread \(16,0,0\): index outside of an array"),
-    ("past_dynamic_shared", [], r"thread \(8,0,0\): writes 4 bytes, 4 bytes past the end of shared"),
+    (
+        "past_dynamic_shared",
+        [],
+        r"thread \(8,0,0\): writes 4 bytes, 4 bytes past the end of shared",
+    ),
     ("no_barrier_before_read", ["y"], SHARED_RACE),
     ("no_barrier_before_reuse", ["y"], SHARED_RACE),
     ("no_warp_sync", ["y"], SHARED_RACE),
@@ -38,7 +48,11 @@ FAULTS: list[tuple[str, list[Any], str]] = [
     ("read_in_flight", ["y", X], "race: touches shared memory that a cp_async_16"),
     ("copy_not_seen", ["y", X], SHARED_RACE),
     ("wait_without_commit", ["y", X], "race: touches shared memory that a cp_async_16"),
-    ("divergent_barrier", [], r"__syncthreads diverges: .*faults.cu:\d+, others are at faults.cu:\d+"),
+    (
+        "divergent_barrier",
+        [],
+        r"__syncthreads diverges: .*faults.cu:\d+, others are at faults.cu:\d+",
+    ),
     ("barrier_and_shuffle", ["y"], "deadlock: this thread waits at __syncthreads .* at shuffle"),
     ("shuffle_and_ballot", ["y"], "the warp diverges: this thread is in shuffle .* are in ballot"),
     ("shuffle_with_exited", ["y"], "shuffle: lane 0 reads lane 1, which has exited"),
@@ -55,7 +69,9 @@ SOURCE = Sample(
 )
 
 
-def launch(kernel: str, args: list[Any], grid: Any = 1, block: Any = THREADS, shared: int = 32) -> None:
+def launch(
+    kernel: str, args: list[Any], grid: Any = 1, block: Any = THREADS, shared: int = 32
+) -> None:
     with emulated():
         SOURCE.launch(kernel, (), grid, block, args, shared=shared)
 

@@ -1,6 +1,7 @@
 """Small models of each family, in transformers and here, with the same random weights.
 
-Weights are drawn wide (standard deviation 0.2), so that no branch is too faint to be seen in the loss.
+Weights are drawn wide (standard deviation 0.2), so that no branch is too faint to be seen in the
+loss.
 """
 
 from pathlib import Path
@@ -20,7 +21,6 @@ COMMON = dict(
     num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=256,
-    pad_token_id=0,
     bos_token_id=1,
     eos_token_id=2,
 )

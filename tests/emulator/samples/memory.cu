@@ -32,6 +32,12 @@ template <typename T> __global__ void reverse(T* y, const T* x) {  // (blocks, t
     y[row + threadIdx.x] = values[blockDim.x - 1 - threadIdx.x];
 }
 
+// Adds one to the first element of each array of a table of addresses.
+__global__ void through_table(const int64_t* table) {  // (threads,)
+    float* array = reinterpret_cast<float*>(table[threadIdx.x]);
+    array[0] += 1.0f;
+}
+
 // What a block's static and dynamic shared memory hold at its start, before it writes to them.
 __global__ void unwritten(float* y) {  // (blocks, 2)
     __shared__ float fixed;

@@ -8,7 +8,7 @@ __global__ void shuffle(T* xored, T* from, const T* x, int mask, int lane) {  //
     from[threadIdx.x] = warp_shfl(value, lane);
 }
 
-__global__ void ballot(uint32_t* votes, const int* x) {  // (warps,), (threads,)
+__global__ void vote(uint32_t* votes, const int* x) {  // (warps,), (threads,)
     uint32_t vote = warp_ballot(x[threadIdx.x] > 0);
     if (threadIdx.x % 32 == 0) votes[threadIdx.x / 32] = vote;
 }

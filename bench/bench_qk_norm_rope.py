@@ -1,0 +1,58 @@
+"""Norm and rotation of queries and keys.
+
+Bytes are one read and one write of q and k; with a norm, the backward reads the values before it too.
+"""
+
+from collections.abc import Callable, Iterator
+
+from bench.bench_rmsnorm import random, rotated
+from bench.bench_rope import settings
+from bench.harness import Case
+from surogate.kernels.qk_norm_rope import (
+    qk_norm_rope_bwd_,
+    qk_norm_rope_fwd,
+    qk_norm_rope_fwd_,
+)
+
+TOKENS = (4096, 8192, 32768)
+HEADS = [  # heads, kv_heads, head_dim, norm
+    (14, 2, 64, False),  # Qwen2.5-0.5B
+    (16, 8, 128, True),  # Qwen3-0.6B
+    (32, 8, 128, True),  # Qwen3-8B
+    (32, 8, 128, False),  # Llama 3.1 8B
+    (64, 8, 128, True),  # Qwen3-32B
+]
+
+
+def cases() -> Iterator[Case]:
+    """Head counts of small and large models."""
+    for heads in HEADS:
+        for tokens in TOKENS:
+            yield from pair_cases(tokens, *heads)
+
+
+def pair_cases(tokens: int, heads: int, kv_heads: int, head_dim: int, norm: bool) -> Iterator[Case]:
+    """Forward (without a norm in place too), and the backward in place on a packed gradient."""
+    given = settings(tokens, head_dim) | {"heads": heads, "kv_heads": kv_heads}
+    weights = (random(head_dim), random(head_dim)) if norm else (None, None)
+    shape = (tokens, heads + 2 * kv_heads, head_dim)
+    size = 2 * tokens * (heads + kv_heads) * head_dim
+    name = f"{tokens} x {heads}/{kv_heads} x {head_dim}" + (", norm" if norm else "")
+
+    def forward() -> Callable[[], object]:
+        qkv = random(*shape)
+        return lambda: qk_norm_rope_fwd(qkv, *weights, **given)
+
+    def forward_in_place() -> Callable[[], object]:
+        qkv = random(*shape)
+        return lambda: qk_norm_rope_fwd_(qkv, **given)
+
+    def backward() -> Callable[[], object]:
+        _, res = qk_norm_rope_fwd(random(*shape), *weights, **given)
+        grads = random(*shape)
+        return lambda: qk_norm_rope_bwd_(res, grads)
+
+    yield Case(f"qk_norm_rope_fwd {name}", rotated(forward, size), bytes=2 * size)
+    if not norm:
+        yield Case(f"qk_norm_rope_fwd_ {name}", rotated(forward_in_place, size), bytes=2 * size)
+    yield Case(f"qk_norm_rope_bwd_ {name}", rotated(backward, size), bytes=(2 + norm) * size)

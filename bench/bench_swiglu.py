@@ -1,0 +1,42 @@
+"""SwiGLU. Bytes are one read of each input and one write of each output."""
+
+from collections.abc import Callable, Iterator
+
+from bench.bench_rmsnorm import random, rotated
+from bench.harness import Case
+from surogate.kernels.swiglu import SwiGLUResiduals, swiglu_bwd, swiglu_bwd_, swiglu_fwd
+
+TOKENS = (4096, 8192, 32768)
+FFN = (3072, 4864, 12288, 14336, 28672)
+
+
+def cases() -> Iterator[Case]:
+    """MLP widths from 0.5 to 70 billion parameters."""
+    for ffn in FFN:
+        for tokens in TOKENS:
+            yield from pair_cases(tokens, ffn)
+
+
+def pair_cases(tokens: int, ffn: int) -> Iterator[Case]:
+    """Forward, backward, backward with the output once more, and backward in place."""
+    name, size = f"{tokens} x {ffn}", 2 * tokens * ffn
+
+    def forward() -> Callable[[], object]:
+        gate_up = random(tokens, 2 * ffn)
+        return lambda: swiglu_fwd(gate_up)
+
+    def backward(run: Callable, recompute: bool) -> Callable[[], object]:
+        res, dy = SwiGLUResiduals(random(tokens, 2 * ffn)), random(tokens, ffn)
+        return lambda: run(res, dy, recompute=recompute)
+
+    yield Case(f"swiglu_fwd {name}", rotated(forward, 2 * size), bytes=3 * size)
+    for title, run, recompute in (
+        ("swiglu_bwd", swiglu_bwd, False),
+        ("swiglu_bwd and y", swiglu_bwd, True),
+        ("swiglu_bwd_", swiglu_bwd_, False),
+    ):
+        yield Case(
+            f"{title} {name}",
+            rotated(lambda run=run, recompute=recompute: backward(run, recompute), 3 * size),
+            bytes=(5 + recompute) * size,
+        )

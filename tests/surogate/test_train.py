@@ -1,0 +1,488 @@
+"""Whole runs through the command line on the CPU: results, and what each setting does to them."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+import surogate
+from surogate.data.packed import open_packed
+from surogate.models.flops import training_flops
+from surogate.optim.schedule import Schedule
+from surogate.report import read_log
+from surogate.train import versions
+from tests.oracle import close, same_bits
+from tests.surogate.runs import (
+    FAMILIES,
+    VOCAB,
+    invoke,
+    make_model,
+    prepare,
+    sentences,
+    steps,
+    train,
+    write_config,
+)
+
+CHATS = {"sequence_len": 64, "lora_rank": 4, "lora_alpha": 8, "lora": True}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return prepare(tmp_path)
+
+
+def chats(folder: Path) -> list[dict[str, str]]:
+    return [{"path": str(folder / "chats.jsonl"), "type": "conversation"}]
+
+
+def weights(output: Path) -> dict[str, np.ndarray]:
+    """Every array of the newest checkpoint: weights, moments and the count of updates."""
+    newest = sorted(output.glob("step_*"))[-1]
+    return load_file(newest / "trained.safetensors") | load_file(newest / "optimizer.safetensors")
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    for name, array in first.items():
+        same_bits(array, second[name])
+
+
+def scores(model: Any, tokens: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([tokens])).logits[0].float().numpy()
+
+
+def transformer(folder: Path) -> Any:
+    """The model of a folder in transformers, in float32."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def falls(records: list[dict[str, Any]], by: float) -> None:
+    losses = steps(records)
+    assert np.mean(losses[-3:]) < np.mean(losses[:3]) - by, losses
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_full_training_makes_a_model_for_transformers(tmp_path, family, stored):
+    prepare(tmp_path, family=family, stored=stored)
+    records = train(tmp_path, max_steps=30, num_epochs=9, learning_rate=0.01)
+    falls(records, by=1.0)
+    out = tmp_path / "out"
+    config = json.loads((out / "config.json").read_text())
+    assert config["torch_dtype"] == stored
+    saved = load_file(out / "model.safetensors")
+    assert {str(array.dtype) for array in saved.values()} == {stored}
+    # The stored weights are the trained ones, rounded once.
+    trained = weights(out)
+    want = trained["embed"].astype(saved["model.embed_tokens.weight"].dtype)
+    same_bits(saved["model.embed_tokens.weight"], want)
+    tokens = list(range(7, 40))
+    mine = surogate.load(out, device="cpu")
+    got = surogate.logits(mine, [tokens])
+    close(scores(transformer(out), tokens), got, "float32", terms=64)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert tokenizer.decode(tokenizer("the cat sees").input_ids) == "the cat sees"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
+
+
+def test_from_scratch(folder):
+    config = folder / "model"
+    (config / "model.safetensors").unlink()  # only config.json and the tokenizer are needed
+    records = train(folder, from_scratch=True, max_steps=30, learning_rate=0.01)
+    assert steps(records)[0] == pytest.approx(math.log(VOCAB), abs=0.3)
+    falls(records, by=1.0)
+    assert transformer(folder / "out").config.vocab_size == VOCAB
+
+
+def test_from_scratch_with_zero_projections(folder):
+    train(folder, from_scratch=True, init_projections_to_zero=True, max_steps=1, learning_rate=0.0)
+    for name, array in load_file(folder / "out" / "model.safetensors").items():
+        assert array.any() == ("o_proj" not in name and "down_proj" not in name), name
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_adapter_loads_in_peft(tmp_path, stored):
+    folder = prepare(tmp_path, stored=stored)
+    records = train(folder, **CHATS, datasets=chats(folder), max_steps=25, learning_rate=0.02)
+    falls(records, by=0.3)
+    out = folder / "out"
+    assert not (out / "model.safetensors").exists()
+    tokens = list(range(7, 40))
+    reference = peft.PeftModel.from_pretrained(transformer(folder / "model"), out)
+    mine = surogate.load(folder / "model", adapter=out, device="cpu")
+    got = surogate.logits(mine, [tokens])
+    close(scores(reference, tokens), got, "float32", terms=64)
+    settings = json.loads((out / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str((folder / "model").resolve())
+    assert (settings["r"], settings["lora_alpha"]) == (4, 8)
+    # The adapter's file is the trained one, bit for bit.
+    trained = weights(out)
+    saved = load_file(out / "adapter_model.safetensors")
+    same_bits(
+        trained["layers.1.o.a"],
+        saved["base_model.model.model.layers.1.self_attn.o_proj.lora_A.weight"],
+    )
+
+
+def test_merged_model_equals_the_adapter_on_its_base(folder):
+    options = dict(CHATS, datasets=chats(folder), max_steps=12, learning_rate=0.02)
+    train(folder, **options, merge_adapter=True)
+    out, tokens = folder / "out", list(range(7, 40))
+    apart = surogate.load(folder / "model", adapter=out / "adapter", device="cpu")
+    want = surogate.logits(apart, [tokens])
+    before = surogate.logits(surogate.load(folder / "model", device="cpu"), [tokens])
+    assert np.abs(want - before).max() > 0.1
+    close(surogate.logits(surogate.load(out, device="cpu"), [tokens]), want, "float32", terms=64)
+    close(scores(transformer(out), tokens), want, "float32", terms=64)
+
+
+def test_merged_model_in_bfloat16_is_rounded_once(tmp_path):
+    folder = prepare(tmp_path, stored="bfloat16")
+    options = dict(CHATS, datasets=chats(folder), max_steps=4, learning_rate=0.02)
+    train(folder, **options, merge_adapter=True, lora_target_modules=["o_proj"])
+    out = folder / "out"
+    stem = "model.layers.0.self_attn.o_proj"
+    base = load_file(folder / "model" / "model.safetensors")[f"{stem}.weight"].astype(np.float64)
+    adapter = load_file(out / "adapter" / "adapter_model.safetensors")
+    a, b = (adapter[f"base_model.model.{stem}.lora_{x}.weight"] for x in "AB")
+    merged = load_file(out / "model.safetensors")
+    exact = base + 2.0 * (b.astype(np.float64) @ a)
+    close(merged[f"{stem}.weight"], exact, "bfloat16", roundings=1.01)
+    other = "model.layers.0.mlp.up_proj.weight"
+    same_bits(merged[other], load_file(folder / "model" / "model.safetensors")[other])
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_any_split_of_the_same_rows_is_the_same_run(folder, lora):
+    """4 rows an update as 4 x 1, 2 x 2 and 1 x 4: the same rows, losses, norms and weights."""
+    found = []
+    for rows, accumulation in ((4, 1), (2, 2), (1, 4)):
+        out = folder / f"out{rows}"
+        options = dict(CHATS, datasets=chats(folder)) if lora else {}
+        records = train(
+            folder,
+            **options,
+            output_dir=str(out),
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=accumulation,
+            max_steps=8,
+        )
+        found.append((records, weights(out)))
+    whole, arrays = found[0]
+    for records, others in found[1:]:
+        for name in ("loss", "norm"):
+            close(steps(records, name), np.array(steps(whole, name)), "float32", terms=64)
+        assert steps(records, "epoch") == steps(whole, "epoch")
+        assert steps(records, "tokens") == steps(whole, "tokens")
+        for name, array in arrays.items():
+            # Adam divides by the root of tiny second moments: differences grow by it.
+            close(others[name], array, "float32", terms=64, roundings=64)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("recompute", ["selective", "block"])
+def test_recomputation_changes_no_bit(folder, recompute, lora):
+    options: dict[str, Any] = dict(CHATS, datasets=chats(folder)) if lora else {}
+    for value in ("none", recompute):
+        train(folder, **options, recompute=value, output_dir=str(folder / value), max_steps=3)
+    assert_same_bits(folder / "none", folder / recompute)
+
+
+def test_chunks_of_the_head_change_rounding_alone(folder):
+    one = train(folder, lmhead_chunks=1, output_dir=str(folder / "one"))
+    for chunks in (3, 64):  # ragged: 64 tokens in pieces of 22; a token each
+        many = train(folder, lmhead_chunks=chunks, output_dir=str(folder / f"{chunks}"))
+        for name in ("loss", "norm"):
+            close(steps(many, name), np.array(steps(one, name)), "float32", terms=64)
+
+
+def test_clipping(folder):
+    """A tiny limit: the norm in the log is the one before clipping, the update is Adam's of less."""
+    free = train(folder, max_grad_norm=0, output_dir=str(folder / "free"), max_steps=1)
+    held = train(folder, max_grad_norm=0.01, output_dir=str(folder / "held"), max_steps=1)
+    assert steps(free, "norm") == steps(held, "norm")
+    [norm] = steps(free, "norm")
+    assert norm > 1
+    first, second = weights(folder / "free"), weights(folder / "held")
+    for name in first:
+        if name.startswith("m."):
+            close(second[name], first[name] * (0.01 / norm), "float32", roundings=16)
+
+
+def test_weight_decay_is_decoupled_and_spares_norms(folder):
+    options = {"max_steps": 1, "learning_rate": 0.01, "lr_scheduler_type": "constant"}
+    train(folder, **options, weight_decay=0.0, output_dir=str(folder / "a"))
+    train(folder, **options, weight_decay=0.5, output_dir=str(folder / "b"))
+    start = load_file(folder / "model" / "model.safetensors")
+    plain, decayed = (load_file(folder / x / "model.safetensors") for x in "ab")
+    for name, array in start.items():
+        if array.ndim == 1:
+            same_bits(plain[name], decayed[name])
+        else:
+            close(
+                plain[name] - decayed[name],
+                0.005 * array,
+                "float32",
+                terms=1,
+                roundings=32,
+                scale=1,
+            )
+            assert not np.array_equal(plain[name], decayed[name])
+
+
+@pytest.mark.parametrize(
+    "settings,expected",
+    [
+        ({"lr_scheduler_type": "linear"}, Schedule(0.01, 10, "linear")),
+        (
+            {"lr_scheduler_type": "cosine", "warmup_steps": 3, "final_lr_fraction": 0.1},
+            Schedule(0.01, 10, "cosine", warmup_steps=3, final_fraction=0.1),
+        ),
+        (
+            {"lr_scheduler_type": "constant", "warmup_ratio": 0.11, "cooldown_steps": 2},
+            Schedule(0.01, 10, "constant", warmup_steps=2, cooldown_steps=2),
+        ),
+        (
+            {"lr_scheduler_type": "wsd", "wsd_decay_steps_fraction": 0.3},
+            Schedule(0.01, 10, "wsd", wsd_decay_fraction=0.3),
+        ),
+    ],
+)
+def test_schedules(folder, settings, expected):
+    records = train(folder, **settings, max_steps=10, learning_rate=0.01)
+    assert steps(records, "lr") == [expected.at(step) for step in range(1, 11)]
+
+
+def test_rate_zero_changes_nothing(folder):
+    train(folder, learning_rate=0.0, weight_decay=0.1)
+    start = load_file(folder / "model" / "model.safetensors")
+    for name, array in load_file(folder / "out" / "model.safetensors").items():
+        same_bits(array, start[name])
+
+
+def test_packing_uses_less_rows_and_off_uses_one_a_document(folder):
+    found = {}
+    for packing in (True, False):
+        out = folder / str(packing)
+        records = train(
+            folder,
+            datasets=chats(folder),
+            sequence_len=128,
+            sample_packing=packing,
+            output_dir=str(out),
+            max_steps=-1,
+            num_epochs=1,
+        )
+        [data] = [path for path in (out / "data").iterdir() if path.is_dir()]
+        found[packing] = (len(steps(records)), open_packed(data / "train", reused=True).rows)
+    assert found[False] == (27, 54)
+    assert found[True][1] < 27 and found[True][0] == found[True][1] // 2
+
+
+def test_packed_rows_give_the_loss_of_their_documents_alone(folder):
+    """At rate 0 the evaluation of packed rows is that of each document by itself in transformers."""
+    options = {"datasets": chats(folder), "learning_rate": 0.0, "max_steps": 1}
+    for packing in (True, False):
+        records = train(
+            folder,
+            **options,
+            sequence_len=128,
+            sample_packing=packing,
+            output_dir=str(folder / str(packing)),
+        )
+        [evaluation] = [r for r in records if r["log"] == "eval"]
+        [data] = [p for p in (folder / str(packing) / "data").iterdir() if p.is_dir()]
+        total, count = reference_loss(transformer(folder / "model"), data / "evaluation")
+        assert evaluation["tokens"] == count
+        assert evaluation["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def reference_loss(model: Any, rows: Path) -> tuple[float, int]:
+    packed, total, count = open_packed(rows, reused=True), 0.0, 0
+    for index in range(packed.rows):
+        tokens, labels, lengths = packed.row(index)
+        begin = 0
+        for length in lengths.tolist():
+            part = slice(begin, begin + length)
+            begin += length
+            target = torch.tensor(labels[part].astype(np.int64))
+            if (target >= 0).any():
+                with torch.no_grad():
+                    logits = model(
+                        input_ids=torch.tensor(tokens[part][None].astype(np.int64))
+                    ).logits
+                total += float(
+                    torch.nn.functional.cross_entropy(logits[0], target, reduction="sum")
+                )
+                count += int((target >= 0).sum())
+    return total, count
+
+
+def test_evaluates_when_due_and_at_the_end(folder):
+    records = train(folder, eval_steps=3, max_steps=7, save_steps=2, save_total_limit=2)
+    kinds = [(r["log"], r["step"]) for r in records if r["log"] in ("step", "eval")]
+    assert [step for log, step in kinds if log == "eval"] == [3, 6, 7]
+    assert kinds.index(("eval", 3)) == kinds.index(("step", 3)) + 1
+    assert sorted(p.name for p in (folder / "out").glob("step_*")) == [
+        "step_00000006",
+        "step_00000007",
+    ]
+
+
+def test_evaluation_rows_of_their_own_and_none(folder):
+    own = [{"path": str(folder / "chats.jsonl"), "type": "conversation", "samples": 5}]
+    records = train(folder, validation_datasets=own, output_dir=str(folder / "own"))
+    assert [r["step"] for r in records if r["log"] == "eval"] == [6]
+    records = train(folder, validation_split_ratio=0.0, output_dir=str(folder / "none"))
+    assert not [r for r in records if r["log"] == "eval"]
+
+
+def test_epochs_decide_the_number_of_steps(folder):
+    records = train(folder, max_steps=-1, num_epochs=2, gradient_accumulation_steps=2)
+    count = len(steps(records))
+    rows = 27  # of 54 texts, see the first line of the run
+    assert count == 2 * (rows // 4)
+    assert steps(records, "epoch") == pytest.approx([2 * (i + 1) / count for i in range(count)])
+
+
+def test_log_and_files_of_a_run(folder):
+    result = invoke(write_config(folder, max_steps=3))
+    assert result.exit_code == 0
+    records = read_log(folder / "out" / "log.jsonl")
+    assert [r["log"] for r in records] == [
+        *("run", "step", "step", "step", "eval", "message", "message")
+    ]
+    run = records[0]
+    assert run["config"]["learning_rate"] == 0.003 and run["versions"] == versions()
+    assert steps(records, "step") == [1, 2, 3]
+    for record in records[1:4]:
+        assert record["tokens"] == 64
+        assert 0 < record["sol"] < 100
+        assert record["tokens_per_second"] == pytest.approx(64e3 / record["duration_ms"])
+    names = {path.name for path in (folder / "out").iterdir()}
+    assert names == {
+        *(".lock", "config.json", "data", "log.jsonl", "model.safetensors", "step_00000003"),
+        *("tokenizer.json", "tokenizer_config.json", "training_plot.png"),
+    }
+
+
+def test_what_a_person_sees_first(folder):
+    result = invoke(write_config(folder, max_steps=2, model_type="x", device="auto"))
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("surogate 0.")
+    assert lines[1] == "ignored: model_type = 'x': the model's config.json decides"
+    assert lines[2].startswith("train: 54 documents, 856 tokens")
+    assert lines[3].startswith("eval: 6 documents")
+    assert "31,968 parameters, 31,968 trained (all weights), computed in float32" in lines[4]
+    assert lines[5] == f"2 steps of 2 x 1 rows of 32 tokens (0.15 epochs), to {folder / 'out'}"
+    assert lines[6].startswith("speed of light: ") and lines[6].endswith("measured now")
+    assert lines[7].startswith("step    1/2  loss 5.")
+    assert lines[-2:] == [f"model: {folder / 'out'}", "done: 2 steps"]
+
+
+def test_operations_of_a_step_by_hand(folder):
+    """Of 2 layers of width 32: each product is 2 operations a weight and token, three times."""
+    config = surogate.load(folder / "model", device="cpu").config
+    layer = 32 * (64 + 2 * 32) + 64 * 32 + 3 * 32 * 48
+    tokens, cells = 100, 1000
+    flops = training_flops(config, tokens=tokens, cells=cells, lora_rank=None, recompute="none")
+    assert flops.products == 3 * 2 * tokens * (2 * layer + 320 * 32)
+    assert flops.attention == 2 * 7 * 2 * 4 * 16 * cells  # layers, products, 2, heads, head_dim
+
+
+def test_one_document_short_rows_and_other_lengths(folder):
+    """Rows that do not divide evenly: accumulation, evaluation padding and a last short epoch."""
+    records = train(
+        folder,
+        per_device_train_batch_size=5,
+        gradient_accumulation_steps=2,
+        sequence_len=17,
+        max_steps=-1,
+        num_epochs=3,
+    )
+    assert all(np.isfinite(steps(records)))
+
+
+def test_rope_scaling_reaches_the_output(folder):
+    train(folder, rope_scaling="yarn", max_model_len=256, sequence_len=64, max_steps=2)
+    tokens = [3 + i % 300 for i in range(200)]
+    mine = surogate.load(folder / "out", device="cpu")
+    assert mine.config.rope.kind == "yarn"
+    close(
+        scores(transformer(folder / "out"), tokens),
+        surogate.logits(mine, [tokens]),
+        "float32",
+        terms=64,
+    )
+
+
+def test_two_runs_are_bit_equal(folder):
+    for name in ("a", "b"):
+        train(folder, output_dir=str(folder / name))
+    assert_same_bits(folder / "a", folder / "b")
+    train(folder, output_dir=str(folder / "c"), train_seed=5)
+    other, first = weights(folder / "c"), weights(folder / "a")
+    assert not np.array_equal(other["embed"], first["embed"])
+
+
+def test_a_new_run_replaces_an_old_one(folder):
+    """Without resuming, the checkpoints of a longer run before must not be taken up later."""
+    train(folder, max_steps=8, save_steps=4)
+    records = train(folder, max_steps=3, resume_from_checkpoint=False)
+    assert steps(records, "step") == [1, 2, 3]
+    assert [p.name for p in (folder / "out").glob("step_*")] == ["step_00000003"]
+
+
+def test_stops_when_nothing_can_be_used(folder, monkeypatch):
+    """Weights that are not finite: twenty updates are left out, then one line says so."""
+    from surogate.models.hf import read_model, write_model
+
+    model = surogate.load(folder / "model", device="cpu")
+    model.params.layers[0].w_o[0, 0] = np.nan
+    write_model(model.params, model.config, folder / "model", dtype=np.dtype(np.float32))
+    assert np.isnan(read_model(folder / "model", model.config, np.dtype("f4")).layers[0].w_o[0, 0])
+    with np.errstate(all="ignore"):
+        result = invoke(write_config(folder, max_steps=50))
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "error: step 20: 20 updates in a row could not be used; lower learning_rate, or look at "
+        "the data; earlier checkpoints are whole\n"
+    )
+    records = read_log(folder / "out" / "log.jsonl")
+    notes = [r["text"] for r in records if r["log"] == "message"]
+    assert notes[0] == "step 1: a gradient that is not finite: the update was left out"
+    assert len(notes) == 20 and steps(records) == [None] * 20
+
+
+def test_tokenize_prepares_the_rows_of_a_run(folder):
+    from click.testing import CliRunner
+
+    from surogate.cli import main
+
+    config = write_config(folder)
+    result = CliRunner().invoke(main, ["tokenize", str(config)])
+    assert result.exit_code == 0 and result.stdout.startswith("train: 54 documents")
+    assert "(kept from before)" in invoke(config).stdout
+
+
+def test_sentences_are_the_same_each_time():
+    """The numbers of rows above rest on it."""
+    assert sentences(1)[0] == sentences(2)[0]
+
+
+def test_model_maker_is_what_transformers_loads(tmp_path):
+    folder = make_model(tmp_path / "m", family="qwen2", stored="bfloat16")
+    assert transformer(folder).config.vocab_size == VOCAB
