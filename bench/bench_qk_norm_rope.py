@@ -1,6 +1,6 @@
 """Norm and rotation of queries and keys.
 
-Bytes are one read and one write of q and k; with a norm, the backward reads the values before it too.
+Bytes are one read and one write of q and k; with a norm, the backward also reads what came before.
 """
 
 from collections.abc import Callable, Iterator

@@ -58,8 +58,8 @@ def time_captured(run: Callable[[], Any], *, calls: int = 10, repeats: int = 7) 
     import cupy
 
     pool = cupy.cuda.MemoryPool()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with cupy.cuda.using_allocator(pool.malloc), stream:
+    stream = cupy.cuda.get_current_stream()  # the one that made the arguments
+    with cupy.cuda.using_allocator(pool.malloc):
         for _ in range(2):
             run()
         stream.synchronize()

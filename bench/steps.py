@@ -106,8 +106,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         step, config = build_step(args, device)
         rows = batches(config, args)
         if args.profile:
-            step.micro(rows[0])
-            step.update(1e-5).result()
+            runtime = device.library.cuda.runtime
+            for profiled in (False, True):  # once to warm up
+                if profiled:
+                    runtime.profilerStart()
+                step.micro(rows[0])
+                step.update(1e-5).result()
+            runtime.profilerStop()
             return {"profiled": args.model}
         losses, seconds, host = [], [], []
         for number in range(args.steps + 2):

@@ -50,6 +50,11 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def describe(x: Any) -> str:
+    """An array for an error message: dtype and shape, never its values (they may be on a card)."""
+    return f"{x.dtype}{x.shape}" if hasattr(x, "dtype") else str(x)
+
+
 @functools.cache
 def _is_cupy(kind: type) -> bool:
     return kind.__module__.split(".")[0] == "cupy"

@@ -43,14 +43,14 @@ class DocumentTable(NamedTuple):
     """Documents of a size class, in the order of tokens; see ``document_table``."""
 
     lengths: Int32[Array, " max_documents"]  # tokens; 0 in rows without a document
-    offsets: Int64[Array, "strides max_documents+1"]  # first token times stride; the end beyond
+    offsets: Int64[Array, "strides bounds"]  # first token times stride, max_documents + 1 of them
     found: Int32[Array, " 2"]  # documents of the class; tokens of those that have a row
     strides: tuple[int, ...]  # elements from a token to the next, one for each row of offsets
     tokens: int
     size: SizeClass
 
-    def offsets_of(self, stride: int) -> Int64[Array, " max_documents+1"]:
-        """Where each document begins in an array whose tokens are ``stride`` elements apart."""
+    def offsets_of(self, stride: int) -> Int64[Array, " bounds"]:
+        """Where each document begins, and the end, when tokens are ``stride`` elements apart."""
         require(
             stride in self.strides,
             f"document_table: no offsets for tokens {stride} elements apart, only for "

@@ -58,10 +58,16 @@ class Compiled(NamedTuple):
 
 
 class Source:
-    """One .cu file and the template instances of its kernels."""
+    """One .cu file, the template instances of its kernels, and the architectures it is for."""
 
-    def __init__(self, stem: str, instances: dict[str, list[tuple[str, ...]]]) -> None:
-        self.stem, self.instances = stem, instances
+    def __init__(
+        self,
+        stem: str,
+        instances: dict[str, list[tuple[str, ...]]],
+        *,
+        architectures: tuple[str, ...] = ARCHITECTURES,
+    ) -> None:
+        self.stem, self.instances, self.architectures = stem, instances, architectures
         self._functions: dict[Any, Any] = {}
         SOURCES.append(self)
 
@@ -215,6 +221,7 @@ def compile_all(architectures: tuple[str, ...] = ARCHITECTURES) -> list[tuple[st
         (source.stem, arch, len(source.compile(arch).cubin))
         for source in SOURCES
         for arch in architectures
+        if arch in source.architectures
     ]
 
 

@@ -23,6 +23,7 @@ from surogate.kernels.arrays import (
     F32,
     Array,
     Frozen,
+    describe,
     empty,
     on_device,
     require,
@@ -76,8 +77,8 @@ class QKNormRopeResiduals(NamedTuple):
 
 def qk_norm_rope_fwd(
     qkv: Packed,
-    q_weight: Weight | None = None,
-    k_weight: Weight | None = None,
+    q_weight: Weight | None,
+    k_weight: Weight | None,
     *,
     table: RopeTable,
     positions: Int32[Array, " tokens"],
@@ -177,7 +178,7 @@ def _residuals(
     for weight in (q_weight, k_weight):
         require(
             weight is None or (weight.shape == (head_dim,) and weight.dtype == qkv.dtype),
-            f"qk_norm_rope_fwd: weights must be {qkv.dtype}({head_dim},), got {weight}",
+            f"qk_norm_rope_fwd: weights must be {qkv.dtype}({head_dim},), got {describe(weight)}",
         )
     check_table("qk_norm_rope_fwd", table, head_dim)
     kept = None if q_weight is None else qkv

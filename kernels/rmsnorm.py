@@ -28,6 +28,7 @@ from surogate.kernels.arrays import (
     Array,
     Frozen,
     compute_dtype,
+    describe,
     destination,
     empty,
     empty_like,
@@ -93,7 +94,7 @@ def rmsnorm_bwd(
     for name, grad in (("dy", dy), ("dresidual", dresidual)):
         require(
             grad is None or (grad.shape == res.x.shape and grad.dtype == res.x.dtype),
-            f"rmsnorm_bwd: {name} must be {res.x.dtype}{res.x.shape}, got {grad}",
+            f"rmsnorm_bwd: {name} must be {res.x.dtype}{res.x.shape}, got {describe(grad)}",
         )
     if on_device(dy):
         return _backward_kernel(res, dy, dresidual, into)

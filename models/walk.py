@@ -326,7 +326,7 @@ class Walk:
         padded = -(-self.tokens // PADDING) * PADDING
         if not self.work.layout.host:
             ledger.scratch(self.heads, padded, 2, dtype=F32)
-        self._attention_host(copies=2, scores=2)
+        self._attention_host(copies=2, scores=3)
 
     def _attention_host(self, *, copies: int, scores: int) -> None:
         """The host version copies q, k and v by head, and has blocks of scores."""

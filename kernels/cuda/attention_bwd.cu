@@ -42,6 +42,7 @@ __device__ __forceinline__ void add_queries(float (&dk)[M][OUT_DIM / 8][4], floa
     stat += lane % 4 * 4;
     float p[M][ROWS / 8][4] = {}, ds[M][ROWS / 8][4] = {};
     inner_products<HEAD_DIM>(p, k_rows, 0, q_tile, 0);
+    inner_products<HEAD_DIM>(ds, v_rows, 0, do_tile, 0);
 #pragma unroll
     for (int n = 0; n < ROWS / 8; ++n) {
         auto two = Vec<float, 4>::load(stat + 16 * n);  // lse and delta of two queries
@@ -65,7 +66,6 @@ __device__ __forceinline__ void add_queries(float (&dk)[M][OUT_DIM / 8][4], floa
                         if (i < low || i >= high) p[m][n][2 * half + e] = 0.0f;
                     }
             }
-    inner_products<HEAD_DIM>(ds, v_rows, 0, do_tile, 0);
     weighted_rows<HEAD_DIM>(dv, p, do_tile + column);
 #pragma unroll
     for (int n = 0; n < ROWS / 8; ++n) {
@@ -94,12 +94,13 @@ __global__ void __launch_bounds__(WARPS * 32)
                        int tokens, int padded, int heads, int kv_heads, int64_t d_stride, int64_t q_stride,
                        int64_t k_stride, int64_t v_stride, int64_t do_stride, int window, float scale) {
     constexpr int WARP_KEYS = KEY_TILES * 16, KEYS = WARPS * WARP_KEYS, THREADS = WARPS * 32;
+    static_assert(STAGES <= 2, "stages are taken in turns");
     constexpr int STAGE = 2 * ROWS * HEAD_DIM + 4 * ROWS;  // a tile of Q, one of dO, and their statistics
     DYNAMIC_SHARED(bf16, k_tile);
     bf16 *v_tile = k_tile + KEYS * HEAD_DIM, *stages = v_tile + KEYS * HEAD_DIM;
 
     int kv_head = blockIdx.x % kv_heads, group = heads / kv_heads;
-    int key = blockIdx.x / kv_heads * KEYS, warp_key = warp_index() * WARP_KEYS, column = OUT_DIM < HEAD_DIM ? blockIdx.y * OUT_DIM : 0;
+    int key = blockIdx.x / kv_heads * KEYS, warp_key = warp_index() * WARP_KEYS, column = blockIdx.y * OUT_DIM;
 
     int first = key / ROWS * ROWS;
     auto load_stage = [&](int slot, int head, int row) {
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__(WARPS * 32)
     int head = kv_head * group, row = first, slot = 0;
     while (head < kv_head * group + group) {
         int next_head = row < last ? head : head + 1, next_row = row < last ? row + ROWS : first;
-        int next_slot = (slot + 1) % STAGES;
+        int next_slot = STAGES - 1 - slot;
         bool more = next_head < kv_head * group + group;
         cp_async_wait<0>();
         __syncthreads();  // this stage is here, and nobody reads the other any more

@@ -11,12 +11,12 @@ from pathlib import Path
 from surogate.kernels.nvrtc import cache_directory, cuda_directory
 
 HERE = Path(__file__).parent
-RUNTIME = ("launch.cpp", "fibers.cpp", "warp.cpp", "memory.cpp", "hooks.cpp")
-RUNTIME_HEADERS = ("runtime.h", "machine.h", "switch.h")
+RUNTIME = ("launch.cpp", "fibers.cpp", "warp.cpp", "memory.cpp", "hooks.cpp", "hopper.cpp")
+RUNTIME_HEADERS = ("runtime.h", "machine.h", "switch.h", "hopper.h")
 COMPILE = ("g++", "-std=c++17", "-fPIC", "-fvisibility=hidden")
 RUNTIME_FLAGS = ("-O3",)
 CHECKS = "alignment,bounds,null,signed-integer-overflow,integer-divide-by-zero,unreachable,return"
-# Products and sums do not fuse. Statics of inline functions are shared memory: a library keeps its own.
+# No fused products and sums. Statics of inline functions are shared memory: a library has its own.
 # -w: the pragmas are nvcc's.
 KERNEL_FLAGS = (
     *("-O1", "-g1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-gnu-unique"),

@@ -137,6 +137,7 @@ void run_block() {
     for (unsigned i = 0; i < machine.threads; ++i) start(i);
     machine.current = machine.fibers;
     emulator_switch(&machine.launcher, machine.fibers[0].stack_pointer);
+    machine.current = nullptr;
 }
 
 // Continues after run_block's switch; the fibers are never resumed.

@@ -19,25 +19,29 @@ namespace {
 
 constexpr int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGVTALRM};
 struct sigaction old_actions[65];
-pid_t running_thread;  // 0: no kernel runs
+pid_t running_thread;
 
-const void* instruction_of(const void* context) {
+// An address in the interrupted instruction, but not its first: as good as a return address.
+const char* instruction_of(const void* context) {
     auto* registers = &static_cast<const ucontext_t*>(context)->uc_mcontext;
 #if defined(__x86_64__)
-    return reinterpret_cast<const void*>(registers->gregs[REG_RIP] + 1);
+    return reinterpret_cast<const char*>(registers->gregs[REG_RIP] + 1);
 #else
-    return reinterpret_cast<const void*>(registers->pc + 4);
+    return reinterpret_cast<const char*>(registers->pc + 1);
 #endif
 }
 
 void on_signal(int signal, siginfo_t* info, void* context) {
-    if (syscall(SYS_gettid) != running_thread) {
+    const char* instruction = instruction_of(context);
+    if (signal == SIGVTALRM) {
+        // Only the kernel's own code may be left at any point. Elsewhere wait for the next tick.
+        if (instruction < machine.launch.image.low || instruction >= machine.launch.image.shared_low) return;
+        fail_at(instruction, "still running after %d s of processor time", machine.launch.seconds);
+    }
+    if (syscall(SYS_gettid) != running_thread || !machine.current) {
         sigaction(signal, &old_actions[signal], nullptr);  // not a kernel's: happens again, to its owner
         return;
     }
-    const void* instruction = instruction_of(context);
-    if (signal == SIGVTALRM)
-        fail_at(instruction, "still running after %d s of processor time", machine.launch.seconds);
     if (signal == SIGFPE) fail_at(instruction, "integer division by zero");
     const char *address = static_cast<const char*>(info->si_addr), *guard = machine.current->stack_low;
     if (address >= guard && address < guard + GUARD) fail_at(instruction, "stack overflow");
@@ -66,11 +70,11 @@ public:
         timer_create(CLOCK_THREAD_CPUTIME_ID, &event, &timer);
         struct itimerspec limit = {};
         limit.it_value.tv_sec = seconds;
+        limit.it_interval.tv_nsec = 1'000'000;
         timer_settime(timer, 0, &limit, nullptr);
     }
     ~SignalGuard() {
         timer_delete(timer);
-        running_thread = 0;
         for (int signal : SIGNALS) sigaction(signal, &old_actions[signal], nullptr);
         sigaltstack(&old_stack, nullptr);
     }

@@ -53,7 +53,7 @@ struct Machine {
     Index block_index;
     unsigned block_number, threads, live, waiting;
     Site barrier_site;
-    Fiber* current;
+    Fiber* current;  // null between blocks
     void* launcher;  // stack pointer of run_block
     Fiber fibers[MAX_THREADS];
     Warp warps[MAX_THREADS / WARP];

@@ -15,6 +15,7 @@ from surogate.kernels.attention import (
 )
 from surogate.kernels.batch import Docs, docs_from_lengths
 from surogate.kernels.pair import vjp
+from tests.emulator.launch import emulated
 from tests.oracle import close, normal, oracle, same_bits, to_device, to_host
 
 # Roundings, of values of size 1, as o and the summands of all gradients are for unit normals.
@@ -287,6 +288,13 @@ def test_tiles_fit_every_card():
     for head_dim, tiles in TILES.items():
         for tile in (tiles.forward, tiles.dkdv[-1], tiles.dq):
             assert tile.shared <= 99 * 1024, f"{tile} of head_dim {head_dim}"
+
+
+def test_tiles_of_small_cards(monkeypatch):
+    """The tiles that a card with 99 KiB of shared memory uses."""
+    monkeypatch.setattr("surogate.kernels.attention._shared_limit", lambda: 99 * 1024)
+    with emulated():
+        check("emulated", EDGES, 4, 2, 128)
 
 
 @pytest.mark.gpu

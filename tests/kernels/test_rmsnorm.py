@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from surogate.kernels.arrays import FROZEN
+from surogate.kernels.pair import vjp
 from surogate.kernels.rmsnorm import (
     MAX_HIDDEN,
     RMSNormResiduals,
@@ -38,6 +39,9 @@ SIZES = [
     (2, 16384),  # the widest row
 ]
 each_size = pytest.mark.parametrize("tokens,hidden", SIZES)
+kernels_only = pytest.mark.parametrize(
+    "device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
 each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
@@ -221,14 +225,30 @@ def test_a_row_of_zeros_is_zero(device):
     close(dx, to_host(dy) * to_host(weight) / np.sqrt(EPS), "float32")
 
 
+@kernels_only
 @pytest.mark.parametrize("columns", [1, 33, 64])  # least, one past a block's 32, whole blocks
 @pytest.mark.parametrize("rows", [1, 32, 264])  # fewer than, as many as and more than 32 warps take
 def test_sum_partials(rows, columns, device):
-    if device == "host":
-        return  # a part of the kernels' backward alone
     partial_sums = normal("float32", (rows, columns), device=device)
     want = to_host(partial_sums).astype(np.float64).sum(axis=0)
     close(sum_partials(partial_sums, np.dtype(np.float32), None), want, "float32", terms=rows)
+
+
+def test_derived_backward_fuses_the_stream(device):
+    def two_norms(x, residual, weight):
+        y, h = add_rmsnorm(x, residual, weight, eps=EPS)
+        return norm_residual(h, weight, eps=EPS)[0], y
+
+    def reference(x, residual, weight):
+        y, h = add_rmsnorm_ref(x, residual, weight, eps=EPS)
+        return rmsnorm_ref(h, weight, eps=EPS), y
+
+    x, residual, weight, dy, dh = problem("float32", 6, 40, device)
+    want = oracle(reference, (x, residual, weight), dy, dh)[2:]
+    pair = vjp(two_norms)
+    _, res = pair.fwd(x, residual, weight)
+    for got, exact in zip(pair.bwd(res, dy, dh), want, strict=True):
+        close(got, exact, "float32", roundings=DX)
 
 
 def test_pairs_hold_their_functions():
@@ -249,9 +269,8 @@ def test_refuses_what_it_cannot_do():
         rmsnorm_bwd(res, x.astype(np.float32))
 
 
+@kernels_only
 def test_kernels_refuse_a_row_too_wide(device):
-    if device == "host":
-        return  # the host version has no bound
     wide, weight = normal("float32", (1, MAX_HIDDEN + 4), (MAX_HIDDEN + 4,), device=device)
     with pytest.raises(ValueError, match="hidden must be at most 16384, got 16388"):
         rmsnorm_fwd(wide, weight, eps=EPS)
