@@ -148,7 +148,7 @@ class AttentionResiduals(NamedTuple):
     o: Float[Array, "tokens heads head_dim"]
     lse: Float[
         Array, "heads tokens"
-    ]  # natural logarithm; float32, or float64 for a float64 host input
+    ]  # natural logarithm; float32 (float64 of a float64 host input)
     docs: Docs
     scale: float
     window: int | None
@@ -193,6 +193,16 @@ def attention_bwd(
     dq, dk and dv are views of one fresh buffer [tokens, heads + 2 kv_heads, head_dim], in that
     order: the gradient of a fused QKV product. ``into`` is the destination of d_sinks.
     """
+    packed, d_sinks = attention_bwd_packed(res, do, into=into)
+    heads, kv_heads = res.q.shape[1], res.k.shape[1]
+    end = heads + kv_heads
+    return packed[:, :heads], packed[:, heads:end], packed[:, end:], d_sinks
+
+
+def attention_bwd_packed(
+    res: AttentionResiduals, do: Float[Array, "tokens heads head_dim"], *, into: Any = None
+) -> tuple[Float[Array, "tokens packed head_dim"], Float[Array, " heads"] | None]:
+    """attention_bwd that returns (dq, dk and dv in one array, d_sinks)."""
     require(
         do.shape == res.q.shape and do.dtype == res.q.dtype,
         f"attention_bwd: do must be {res.q.dtype}{res.q.shape}, got {do.dtype}{do.shape}",
@@ -201,7 +211,7 @@ def attention_bwd(
     packed = empty((len(do), heads + 2 * kv_heads, do.shape[2]), do.dtype, like=do)
     grads = (packed[:, :heads], packed[:, heads : heads + kv_heads], packed[:, heads + kv_heads :])
     backward = _backward_kernel if on_device(do) else backward_host
-    return (*grads, backward(res, do, *grads, into))
+    return packed, backward(res, do, *grads, into)
 
 
 def _check(

@@ -18,9 +18,7 @@ from surogate.kernels.batch import Docs
 from surogate.kernels.nvrtc import Source, architecture
 
 HOPPER = ("90a",)
-GROUP_ROWS = 64  # rows of a tile that a warpgroup owns
-CONSUMERS = 2  # warpgroups of a block that compute, as in attention_hopper.cuh
-THREADS = (CONSUMERS + 1) * 128
+TILE, THREADS = 128, 384  # rows of a work item and threads of a block, as in attention_hopper.cuh
 CACHE = 40 << 20  # bytes of keys and values that should stay in the L2 cache of 50 MiB
 BARRIERS = 2048  # bytes of shared memory beside tiles, at most
 
@@ -38,12 +36,8 @@ class Forward:
         return (str(self.head_dim), str(self.keys), str(self.stages), "true")
 
     @property
-    def rows(self) -> int:
-        return CONSUMERS * GROUP_ROWS
-
-    @property
     def shared(self) -> int:
-        return (2 * self.rows + 2 * self.stages * self.keys) * self.head_dim * 2 + BARRIERS
+        return (TILE + 2 * self.stages * self.keys) * self.head_dim * 2 + BARRIERS
 
 
 FORWARD = {128: Forward(head_dim=128, keys=128, stages=2)}
@@ -79,14 +73,13 @@ def forward(
     lse = empty((heads, tokens), np.float32, like=q)
     if tokens == 0:
         return o, lse
-    maps = [tensor_map("o", o, GROUP_ROWS), tensor_map("q", q, tile.rows)]
-    maps += [tensor_map("k", k, tile.keys), tensor_map("v", v, tile.keys)]
+    maps = [tensor_map("q", q, TILE), tensor_map("k", k, tile.keys), tensor_map("v", v, tile.keys)]
     FORWARD_SOURCE.launch(
         "attention_hopper_fwd",
         tile.types,
-        _blocks(-(-tokens // tile.rows) * heads),
+        _blocks(-(-tokens // TILE) * heads),
         THREADS,
-        [lse, zeros(1, np.int32, like=q), *maps, _float32(sinks), docs.start]
+        [o, lse, zeros(1, np.int32, like=q), *maps, _float32(sinks), docs.start]
         + [tokens, heads, group, _section(k, group), _window(window, tokens), float(scale)],
         shared=tile.shared,
     )

@@ -173,6 +173,12 @@ def scratch_bytes() -> int:
     return sum(size for _, size in [*state.scratch.values(), *state.outgrown])
 
 
+def release_scratch() -> None:
+    """Gives scratch memory back. Graphs that were captured with it must not be replayed."""
+    state.scratch.clear()
+    state.outgrown.clear()
+
+
 def _refuse_capture(stream: Any, what: str) -> None:
     if stream.is_capturing():
         raise RuntimeError(

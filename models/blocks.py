@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from jaxtyping import Float, Int32
 
 from surogate.kernels.arrays import Array
-from surogate.kernels.attention import attention_bwd, attention_fwd
+from surogate.kernels.attention import attention_bwd_packed, attention_fwd
 from surogate.kernels.batch import Docs
 from surogate.kernels.linear import LinearInto, linear_bwd, linear_fwd
-from surogate.kernels.qk_norm_rope import qk_norm_rope_bwd, qk_norm_rope_fwd
+from surogate.kernels.qk_norm_rope import qk_norm_rope_bwd_, qk_norm_rope_fwd
 from surogate.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 from surogate.kernels.rope import RopeTable
 from surogate.kernels.swiglu import swiglu_bwd, swiglu_fwd
@@ -131,11 +131,11 @@ def attention_block_bwd(
     do, d_w_o, _, d_o, _ = linear_bwd(
         res.out, dy, into=LinearInto(part_of(weights, "w_o"), None, part_of(adapters, "o"))
     )
-    packed = attention_bwd(res.attention, do.reshape(len(dy), config.heads, config.head_dim))
-    dqkv, d_q_norm, d_k_norm = qk_norm_rope_bwd(
-        res.rope,
-        *packed[:3],
-        into=(part_of(weights, "q_norm"), part_of(weights, "k_norm")),
+    packed, _ = attention_bwd_packed(
+        res.attention, do.reshape(len(dy), config.heads, config.head_dim)
+    )
+    dqkv, d_q_norm, d_k_norm = qk_norm_rope_bwd_(
+        res.rope, packed, into=(part_of(weights, "q_norm"), part_of(weights, "k_norm"))
     )
     x = res.qkv.x
     if x is None:

@@ -8,7 +8,7 @@ one pool.
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -70,8 +70,8 @@ class Memory(NamedTuple):
 def memory_of(work: Work, *, graphs: bool, evaluates: bool, probe: int = 0) -> Memory:
     """The memory of a run that trains as ``work`` says.
 
-    ``graphs``: steps are recorded. ``evaluates``: there are rows to evaluate on. ``probe``: bytes of
-    each of the three matrices that the run measures the card's rate with, before its first step.
+    ``graphs``: steps are recorded. ``evaluates``: there are rows to evaluate on. ``probe``: bytes
+    of each of the three matrices that the run measures the card's rate with before it starts.
     """
     layout = work.layout
     weights, adapter = list(model_leaves(work.config)), list(adapter_leaves(work.config, work.lora))
@@ -163,7 +163,7 @@ def adapter_leaves(config: ModelConfig, lora: LoraSpec | None) -> Iterator[Shape
     for layer in build_adapter(config, lora, pair).layers:
         for found in layer:
             if found is not None:
-                yield from found
+                yield from (cast(Shape, shape) for shape in found)
 
 
 def _workspace(work: Work, trained: list[Shape]) -> int:

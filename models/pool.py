@@ -1,9 +1,9 @@
 """How much of a card CuPy's memory pool holds, for a given order of allocations.
 
-A request takes the smallest free chunk that it fits in, and leaves the rest of it free; without one,
-the pool takes new memory from the card, just as much as was asked for. A chunk that is given back
-joins its free neighbours of the same piece of memory. The pool keeps what it took, so that it holds
-more than ever lived at a time: up to a half more when a few large arrays meet many small ones.
+A request takes the smallest free chunk that it fits in, and leaves the rest of it free; without
+one, the pool takes new memory from the card, just as much as was asked for. A chunk that is given
+back joins its free neighbours of the same piece of memory. The pool keeps what it took, so that it
+holds more than ever lived at a time: a half more when small arrays take the place of a large one.
 """
 
 import bisect

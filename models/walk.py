@@ -133,7 +133,8 @@ class Walk:
         parts = [] if self.work.lora is None else adapted(self.work.lora, field)
         rank = len(parts) * self.work.lora.rank if self.work.lora else 0
         whole = [part.rows for part in parts] == [(0, field.shape[0])]
-        return Matrix(*field.shape, bias, rank, bool(parts) and not whole)
+        outer, inner = field.shape
+        return Matrix(outer, inner, bias, rank, bool(parts) and not whole)
 
     # The step.
 
@@ -207,7 +208,7 @@ class Walk:
         self.ledger.drop("d_mid")
 
     def attention_block_fwd(self, res: str, keep: bool) -> None:
-        ledger, tokens = self.ledger, self.tokens
+        ledger = self.ledger
         self.rmsnorm_fwd(f"{res}attn_n", f"{res}attn_rstd")
         self.linear_fwd(self.w_qkv, f"{res}qkv")
         self.qk_norm_rope_fwd(res)
@@ -226,7 +227,7 @@ class Walk:
             ledger.drop("rstd")
         self.linear_bwd(self.w_qkv, "dn")
         self.rmsnorm_bwd(dx)
-        ledger.drop("do", "packed", "dqkv", "dn", *([] if keep else ["n"]))
+        ledger.drop("do", "dqkv", "dn", *([] if keep else ["n"]))
 
     def mlp_block_fwd(self, res: str, y: str, keep: bool) -> None:
         self.rmsnorm_fwd(f"{res}mlp_n", f"{res}mlp_rstd")
@@ -307,8 +308,8 @@ class Walk:
         ledger.host_scratch(self.tokens, self.heads, self.head_dim, copies=4)
 
     def qk_norm_rope_bwd(self) -> None:
-        ledger, packed = self.ledger, self.heads + 2 * self.kv_heads
-        ledger.make("dqkv", self.tokens, packed, self.head_dim)
+        """In place."""
+        ledger = self.ledger
         ledger.host_scratch(self.tokens, self.heads, self.head_dim, copies=5)
         if self.work.config.qk_norm and self.work.lora is None and not self.work.layout.host:
             blocks = min(HEAD_BLOCKS, -(-self.tokens // WARPS))
@@ -322,7 +323,7 @@ class Walk:
 
     def attention_bwd(self) -> None:
         ledger = self.ledger
-        ledger.make("packed", self.tokens, self.heads + 2 * self.kv_heads, self.head_dim)
+        ledger.make("dqkv", self.tokens, self.heads + 2 * self.kv_heads, self.head_dim)
         padded = -(-self.tokens // PADDING) * PADDING
         if not self.work.layout.host:
             ledger.scratch(self.heads, padded, 2, dtype=F32)

@@ -17,7 +17,7 @@ from surogate.kernels.matmul import matmul
 from surogate.models.config import ModelConfig
 from surogate.models.flops import training_flops
 
-SIDE = {"cuda": 8192, "cpu": 1024}
+SIDE = {"cuda": 8192, "cpu": 512}
 REPEATS = 5
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-# Half a unit in the last place, relative: one rounding to nearest.
+# The unit roundoff 2^-p of a format with p significant bits: one rounding to nearest.
 ROUNDING = {
     "float64": 2.0**-53,
     "float32": 2.0**-24,
-    "bfloat16": 2.0**-9,
+    "bfloat16": 2.0**-8,
     "float16": 2.0**-11,
     "float8_e4m3fn": 2.0**-4,
 }

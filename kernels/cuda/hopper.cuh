@@ -88,14 +88,6 @@ __device__ __forceinline__ void tma_load(void* panel, const TensorMap* map, Barr
                  :: "r"(shared_address(panel)), "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(head), "r"(token)
                  : "memory");
 }
-// Copies a panel to a box of a tensor, without what lies outside of it. One thread, which then commits.
-__device__ __forceinline__ void tma_store(const TensorMap* map, const void* panel, int column, int head, int token) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
-                 :: "l"(map), "r"(shared_address(panel)), "r"(column), "r"(head), "r"(token) : "memory");
-}
-__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until the stores that this thread committed have read their panels.
-__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 // Copies `bytes` (a multiple of 16) that lie together, and counts them at the barrier. One thread.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, Barrier* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -104,9 +96,6 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, int 
 __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory");
 }
-// Shows this thread's ordinary writes of shared memory to TMA and products; a barrier then says that it has.
-__device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // Moves registers between the warpgroups of a block; all warps of a group call it.
 template <int REGISTERS> __device__ __forceinline__ void registers_give() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
@@ -213,17 +202,5 @@ __device__ __forceinline__ void pack_left(uint32_t (&left)[STEPS][4], const floa
         for (int i = 0; i < 4; ++i) {
             const float* pair = &d[2 * step + i / 2][i % 2 * 2];
             left[step][i] = pack_bf16(pair[0], pair[1]);
-        }
-}
-
-// Writes a warpgroup's accumulators as bf16 to a tile of 64 rows, panel after panel.
-template <int N> __device__ __forceinline__ void put_tile(bf16* tile, const float (&d)[N][4]) {
-    int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            int at = n / 8 * 64 * 64 + (row + 8 * half) * 64 + (n % 8 ^ row % 8) * 8 + lane % 4 * 2;
-            *reinterpret_cast<uint32_t*>(tile + at) = pack_bf16(d[n][2 * half], d[n][2 * half + 1]);
         }
 }

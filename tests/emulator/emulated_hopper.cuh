@@ -40,16 +40,10 @@ __device__ __forceinline__ void tma_load(void* panel, const TensorMap* map, Barr
                                          int token) {
     emulator_tma_load(panel, map, barrier, column, head, token);
 }
-__device__ __forceinline__ void tma_store(const TensorMap* map, const void* panel, int column, int head, int token) {
-    emulator_tma_store(map, panel, column, head, token);
-}
-__device__ __forceinline__ void tma_store_commit() { emulator_tma_store_commit(); }
-__device__ __forceinline__ void tma_store_wait() { emulator_tma_store_wait(); }
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, Barrier* barrier) {
     emulator_bulk_load(shared, global, bytes, barrier);
 }
 __device__ __forceinline__ void tma_prefetch(const TensorMap*) {}
-__device__ __forceinline__ void async_fence() {}
 
 template <int REGISTERS> __device__ __forceinline__ void registers_give() {}
 template <int REGISTERS> __device__ __forceinline__ void registers_take() {}

@@ -38,7 +38,6 @@ struct Thread {
     std::vector<Product> open;
     std::deque<std::vector<Product>> groups;
     std::map<float*, std::vector<float>> accumulators;  // in flight: the registers hold NaN
-    std::vector<std::function<void()>> open_stores, stores;
     bool fenced;
 };
 
@@ -261,19 +260,20 @@ const Collective FINISH = {"wgmma_wait", true, perform_finish};
 
 // Copies.
 
-// Calls visit(bytes in the panel, bytes in memory or null, count) for each 16-byte chunk of the box.
-template <typename Visit>
-void each_chunk(const TensorMap& map, char* panel, int column, int head, int token, Visit visit) {
-    uint64_t row_bytes = map.box[0] * map.item_size;
-    if (row_bytes != 128 || map.box[1] != 1) emulator_fail("tma: only boxes of 128 bytes of one head are emulated");
+// Fills a panel from the box of the tensor at these coordinates.
+void copy_box(const TensorMap& map, char* panel, int column, int head, int token) {
+    if (map.box[0] * map.item_size != 128 || map.box[1] != 1)
+        emulator_fail("tma_load: only boxes of 128 bytes of one head are emulated");
     for (uint64_t row = 0; row < map.box[2]; ++row)
         for (uint64_t chunk = 0; chunk < 8; ++chunk) {
             int64_t at_column = column + int64_t(chunk * 16 / map.item_size), at_token = token + int64_t(row);
             bool inside = at_column >= 0 && uint64_t(at_column) < map.sizes[0] && head >= 0 &&
                           uint64_t(head) < map.sizes[1] && at_token >= 0 && uint64_t(at_token) < map.sizes[2];
-            char* memory = reinterpret_cast<char*>(map.address) + at_token * int64_t(map.strides[1]) +
+            auto* memory = reinterpret_cast<const char*>(map.address) + at_token * int64_t(map.strides[1]) +
                            head * int64_t(map.strides[0]) + at_column * int64_t(map.item_size);
-            visit(panel + row * 128 + (chunk ^ row % 8) * 16, inside ? memory : nullptr);
+            char* shared = panel + row * 128 + (chunk ^ row % 8) * 16;
+            if (inside) memcpy(shared, memory, 16);
+            else memset(shared, 0, 16);
         }
 }
 
@@ -314,10 +314,7 @@ void emulator_tma_load(void* panel, const TensorMap* map, void* barrier, int col
     check_tile(panel, bytes, 1024, "tma_load");
     memset(panel, 0xFF, bytes);
     find_barrier(barrier).copies.push_back([=, map = *map] {
-        each_chunk(map, static_cast<char*>(panel), column, head, token, [](char* shared, const char* memory) {
-            if (memory) memcpy(shared, memory, 16);
-            else memset(shared, 0, 16);
-        });
+        copy_box(map, static_cast<char*>(panel), column, head, token);
         return int(bytes);
     });
 }
@@ -332,26 +329,6 @@ void emulator_bulk_load(void* shared, const void* global, int bytes, void* barri
         memcpy(shared, global, size_t(bytes));
         return bytes;
     });
-}
-
-void emulator_tma_store(const TensorMap* map, const void* panel, int column, int head, int token) {
-    check_tile(panel, map->box[2] * 128, 1024, "tma_store");
-    self().open_stores.push_back([=, map = *map] {
-        each_chunk(map, static_cast<char*>(const_cast<void*>(panel)), column, head, token,
-                   [](const char* shared, char* memory) {
-                       if (memory) memcpy(memory, shared, 16);
-                   });
-    });
-}
-
-void emulator_tma_store_commit() {
-    for (auto& store : self().open_stores) self().stores.push_back(store);
-    self().open_stores.clear();
-}
-
-void emulator_tma_store_wait() {
-    for (auto& store : self().stores) store();
-    self().stores.clear();
 }
 
 void emulator_wgmma_fence() { self().fenced = true; }

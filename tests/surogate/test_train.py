@@ -20,7 +20,6 @@ from surogate.report import read_log
 from surogate.train import versions
 from tests.oracle import close, same_bits
 from tests.surogate.runs import (
-    FAMILIES,
     VOCAB,
     invoke,
     make_model,
@@ -32,6 +31,13 @@ from tests.surogate.runs import (
 )
 
 CHATS = {"sequence_len": 64, "lora_rank": 4, "lora_alpha": 8, "lora": True}
+
+
+@pytest.fixture(autouse=True)
+def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the plot, which has tests of its own and takes longer than a run."""
+    if request.function is not test_log_and_files_of_a_run:
+        monkeypatch.setattr("surogate.train.plot", lambda *arguments: None)
 
 
 @pytest.fixture
@@ -68,17 +74,23 @@ def transformer(folder: Path) -> Any:
     ).eval()
 
 
+def near(got: list[float], want: list[float]) -> None:
+    """The same numbers but for the order of sums of some 64 terms in float32."""
+    close(np.array(got), np.array(want), "float32", terms=64)
+
+
 def falls(records: list[dict[str, Any]], by: float) -> None:
     losses = steps(records)
     assert np.mean(losses[-3:]) < np.mean(losses[:3]) - by, losses
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    "family,stored", [("qwen3", "float32"), ("llama", "bfloat16"), ("qwen2", "bfloat16")]
+)
 def test_full_training_makes_a_model_for_transformers(tmp_path, family, stored):
     prepare(tmp_path, family=family, stored=stored)
-    records = train(tmp_path, max_steps=30, num_epochs=9, learning_rate=0.01)
-    falls(records, by=1.0)
+    records = train(tmp_path, max_steps=20, learning_rate=0.01)
+    falls(records, by=0.5)
     out = tmp_path / "out"
     config = json.loads((out / "config.json").read_text())
     assert config["torch_dtype"] == stored
@@ -101,9 +113,9 @@ def test_full_training_makes_a_model_for_transformers(tmp_path, family, stored):
 def test_from_scratch(folder):
     config = folder / "model"
     (config / "model.safetensors").unlink()  # only config.json and the tokenizer are needed
-    records = train(folder, from_scratch=True, max_steps=30, learning_rate=0.01)
-    assert steps(records)[0] == pytest.approx(math.log(VOCAB), abs=0.3)
-    falls(records, by=1.0)
+    records = train(folder, from_scratch=True, max_steps=20, learning_rate=0.01)
+    assert steps(records)[0] == pytest.approx(math.log(VOCAB), abs=0.6)
+    falls(records, by=0.5)
     assert transformer(folder / "out").config.vocab_size == VOCAB
 
 
@@ -113,10 +125,11 @@ def test_from_scratch_with_zero_projections(folder):
         assert array.any() == ("o_proj" not in name and "down_proj" not in name), name
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # of PEFT's own
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_adapter_loads_in_peft(tmp_path, stored):
     folder = prepare(tmp_path, stored=stored)
-    records = train(folder, **CHATS, datasets=chats(folder), max_steps=25, learning_rate=0.02)
+    records = train(folder, **CHATS, datasets=chats(folder), max_steps=20, learning_rate=0.02)
     falls(records, by=0.3)
     out = folder / "out"
     assert not (out / "model.safetensors").exists()
@@ -160,7 +173,8 @@ def test_merged_model_in_bfloat16_is_rounded_once(tmp_path):
     a, b = (adapter[f"base_model.model.{stem}.lora_{x}.weight"] for x in "AB")
     merged = load_file(out / "model.safetensors")
     exact = base + 2.0 * (b.astype(np.float64) @ a)
-    close(merged[f"{stem}.weight"], exact, "bfloat16", roundings=1.01)
+    error = np.abs(merged[f"{stem}.weight"].astype(np.float64) - exact)
+    assert (error <= np.abs(exact) * 2.0**-8 * 1.0001).all()  # half a unit in the last of 8 bits
     other = "model.layers.0.mlp.up_proj.weight"
     same_bits(merged[other], load_file(folder / "model" / "model.safetensors")[other])
 
@@ -178,13 +192,13 @@ def test_any_split_of_the_same_rows_is_the_same_run(folder, lora):
             output_dir=str(out),
             per_device_train_batch_size=rows,
             gradient_accumulation_steps=accumulation,
-            max_steps=8,
+            max_steps=4,
         )
         found.append((records, weights(out)))
     whole, arrays = found[0]
     for records, others in found[1:]:
         for name in ("loss", "norm"):
-            close(steps(records, name), np.array(steps(whole, name)), "float32", terms=64)
+            near(steps(records, name), steps(whole, name))
         assert steps(records, "epoch") == steps(whole, "epoch")
         assert steps(records, "tokens") == steps(whole, "tokens")
         for name, array in arrays.items():
@@ -206,11 +220,11 @@ def test_chunks_of_the_head_change_rounding_alone(folder):
     for chunks in (3, 64):  # ragged: 64 tokens in pieces of 22; a token each
         many = train(folder, lmhead_chunks=chunks, output_dir=str(folder / f"{chunks}"))
         for name in ("loss", "norm"):
-            close(steps(many, name), np.array(steps(one, name)), "float32", terms=64)
+            near(steps(many, name), steps(one, name))
 
 
 def test_clipping(folder):
-    """A tiny limit: the norm in the log is the one before clipping, the update is Adam's of less."""
+    """The norm in the log is the one before clipping; the first moment is of the clipped one."""
     free = train(folder, max_grad_norm=0, output_dir=str(folder / "free"), max_steps=1)
     held = train(folder, max_grad_norm=0.01, output_dir=str(folder / "held"), max_steps=1)
     assert steps(free, "norm") == steps(held, "norm")
@@ -232,15 +246,7 @@ def test_weight_decay_is_decoupled_and_spares_norms(folder):
         if array.ndim == 1:
             same_bits(plain[name], decayed[name])
         else:
-            close(
-                plain[name] - decayed[name],
-                0.005 * array,
-                "float32",
-                terms=1,
-                roundings=32,
-                scale=1,
-            )
-            assert not np.array_equal(plain[name], decayed[name])
+            close(plain[name] - decayed[name], 0.005 * array, "float32", scale=1)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +299,7 @@ def test_packing_uses_less_rows_and_off_uses_one_a_document(folder):
 
 
 def test_packed_rows_give_the_loss_of_their_documents_alone(folder):
-    """At rate 0 the evaluation of packed rows is that of each document by itself in transformers."""
+    """At rate 0 an evaluation of packed rows is that of each document alone in transformers."""
     options = {"datasets": chats(folder), "learning_rate": 0.0, "max_steps": 1}
     for packing in (True, False):
         records = train(
@@ -320,13 +326,8 @@ def reference_loss(model: Any, rows: Path) -> tuple[float, int]:
             begin += length
             target = torch.tensor(labels[part].astype(np.int64))
             if (target >= 0).any():
-                with torch.no_grad():
-                    logits = model(
-                        input_ids=torch.tensor(tokens[part][None].astype(np.int64))
-                    ).logits
-                total += float(
-                    torch.nn.functional.cross_entropy(logits[0], target, reduction="sum")
-                )
+                logits = torch.tensor(scores(model, tokens[part].tolist()))
+                total += float(torch.nn.functional.cross_entropy(logits, target, reduction="sum"))
                 count += int((target >= 0).sum())
     return total, count
 
