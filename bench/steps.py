@@ -94,6 +94,7 @@ def build_step(args: argparse.Namespace, device: Device) -> tuple[TrainStep, Mod
         gradient_dtype=F32 if lora else BF16,
         max_grad_norm=1.0,
         graphs=not (args.eager or args.profile),
+        longest=args.length,
     )
     return TrainStep(device, model, adapter, Settings(config, lora), optimizer, options), config
 

@@ -89,6 +89,38 @@ def zeros(shape: Any, dtype: Any, *, like: Any) -> Any:
     return namespace(like).zeros(shape, dtype)
 
 
+def address(x: Any) -> int:
+    """Where the first element lies."""
+    return x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
+
+
+def row_stride(name: str, x: Any) -> int:
+    """Elements between the starts of neighbouring rows of a matrix.
+
+    Raises ValueError unless each row's own elements are neighbours.
+    """
+    rows, columns = x.shape
+    require(
+        columns == 1 or rows == 0 or x.strides[1] == x.itemsize,
+        f"{name}: the elements of a row must be neighbours, got strides {x.strides} for "
+        f"{describe(x)}",
+    )
+    return columns if rows <= 1 else x.strides[0] // x.itemsize
+
+
+def rows_aligned(*matrices: Any) -> bool:
+    """Whether all rows begin at multiples of 16 bytes, so that vector accesses fit them."""
+    return not any((address(x) | x.strides[0]) % 16 for x in matrices if x is not None)
+
+
+def placed(value: Any, out: Any) -> Any:
+    """Host versions: ``value``, in the caller's memory where there is some."""
+    if out is None:
+        return value
+    out[...] = value
+    return out
+
+
 def empty_like(x: Any) -> Any:
     """Fresh C-contiguous memory of the shape and dtype of ``x``."""
     return empty(x.shape, x.dtype, like=x)

@@ -16,19 +16,14 @@ Forward and backward go over tiles and never hold S, after FlashAttention-2 (Dao
 and a head_dim of 64, 96, 128 or 256.
 """
 
-import functools
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
+from surogate.kernels import attention_choice
 from surogate.kernels.arrays import (
-    BF16,
-    FROZEN,
     Array,
-    Backend,
-    destination,
     empty,
     namespace,
     on_device,
@@ -36,106 +31,7 @@ from surogate.kernels.arrays import (
 )
 from surogate.kernels.attention_host import backward_host, forward_host
 from surogate.kernels.batch import Docs
-from surogate.kernels.nvrtc import THREADS, Source, ctype
 from surogate.kernels.pair import Pair
-
-SCORES = 1 << 20  # of a block of the host version: 4 MiB in float32
-PADDING = 128  # rows of statistics are a multiple of this: every tile of queries divides it
-
-
-@dataclass(frozen=True)
-class Tile:
-    """What a launch takes: tokens that a block answers for, threads, bytes of shared memory."""
-
-    types: tuple[str, ...]  # template arguments
-    rows: int
-    threads: int
-    shared: int
-
-
-def _forward_tile(head_dim: int, *, row_tiles: int, warps: int, keys: int) -> Tile:
-    """attention_fwd: ``warps`` warps of 16 ``row_tiles`` queries, ``keys`` keys at a time."""
-    rows = 16 * row_tiles * warps
-    shared = (rows + 2 * keys) * head_dim * 2
-    return Tile(_types(head_dim, row_tiles, warps, keys), rows, warps * 32, shared)
-
-
-def _dkdv_tile(
-    head_dim: int, *, columns: int = 0, key_tiles: int = 1, warps: int, rows: int, stages: int
-) -> Tile:
-    """attention_bwd_dkdv: ``warps`` warps of 16 ``key_tiles`` keys, ``rows`` queries at a time.
-
-    ``stages`` tiles of queries are on their way; a block answers for ``columns`` columns (0: all).
-    """
-    keys = 16 * key_tiles * warps
-    shared = 4 * keys * head_dim + stages * rows * (4 * head_dim + 8)
-    types = _types(head_dim, columns or head_dim, key_tiles, warps, rows, stages)
-    return Tile(types, keys, warps * 32, shared)
-
-
-def _dq_tile(head_dim: int, *, row_tiles: int, warps: int, keys: int, stages: int) -> Tile:
-    """attention_bwd_dq: as forward, with ``stages`` tiles of keys and values on their way."""
-    rows = 16 * row_tiles * warps
-    shared = (rows + stages * keys) * head_dim * 4
-    return Tile(_types(head_dim, row_tiles, warps, keys, stages), rows, warps * 32, shared)
-
-
-def _types(*sizes: int) -> tuple[str, ...]:
-    return tuple(map(str, sizes))
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """The tiles of a head size. Of ``dkdv`` a card uses the first that its shared memory holds."""
-
-    forward: Tile
-    dkdv: tuple[Tile, ...]
-    dq: Tile
-    lanes: int  # that share a row in attention_bwd_stats
-
-
-# A warp's accumulators fill its registers, so that each operand it reads from shared memory feeds
-# as many products as can be. All but the first dkdv tile of 128 fit the smallest cards' 99 KiB.
-TILES = {
-    64: Tiles(
-        _forward_tile(64, row_tiles=2, warps=4, keys=64),
-        (_dkdv_tile(64, warps=4, rows=64, stages=2),),
-        _dq_tile(64, row_tiles=2, warps=4, keys=32, stages=2),
-        lanes=8,
-    ),
-    96: Tiles(
-        _forward_tile(96, row_tiles=2, warps=4, keys=64),
-        (_dkdv_tile(96, warps=4, rows=64, stages=2),),
-        _dq_tile(96, row_tiles=2, warps=4, keys=32, stages=2),
-        lanes=16,
-    ),
-    128: Tiles(
-        _forward_tile(128, row_tiles=2, warps=4, keys=64),
-        (
-            _dkdv_tile(128, warps=8, rows=64, stages=2),
-            _dkdv_tile(128, warps=4, rows=64, stages=2),
-        ),
-        _dq_tile(128, row_tiles=2, warps=4, keys=32, stages=2),
-        lanes=16,
-    ),
-    256: Tiles(
-        _forward_tile(256, row_tiles=1, warps=4, keys=64),
-        (_dkdv_tile(256, columns=128, warps=4, rows=32, stages=1),),
-        _dq_tile(256, row_tiles=1, warps=4, keys=32, stages=1),
-        lanes=32,
-    ),
-}
-
-FORWARD = Source("attention_fwd", {"attention_fwd": [t.forward.types for t in TILES.values()]})
-BACKWARD = Source(
-    "attention_bwd",
-    {
-        "attention_bwd_stats": [_types(d, t.lanes) for d, t in TILES.items()],
-        "attention_bwd_dkdv": [tile.types for t in TILES.values() for tile in t.dkdv],
-        "attention_bwd_dq": [t.dq.types for t in TILES.values()],
-        "attention_bwd_sinks": [("float",), ("bf16",)],
-    },
-)
 
 
 class AttentionResiduals(NamedTuple):
@@ -146,12 +42,11 @@ class AttentionResiduals(NamedTuple):
     v: Float[Array, "tokens kv_heads head_dim"]
     sinks: Float[Array, " heads"] | None
     o: Float[Array, "tokens heads head_dim"]
-    lse: Float[
-        Array, "heads tokens"
-    ]  # natural logarithm; float32 (float64 of a float64 host input)
+    lse: Float[Array, "heads tokens"]  # natural logarithm; float64 for float64 on the host
     docs: Docs
     scale: float
     window: int | None
+    rows: int | None = None
 
 
 def attention_fwd(
@@ -163,8 +58,13 @@ def attention_fwd(
     docs: Docs,
     scale: float,
     window: int | None = None,
+    rows: int | None = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], AttentionResiduals]:
     """Returns o and what attention_bwd needs.
+
+    ``rows`` promises that the documents are that many equally long pieces of the row: on a card
+    cuDNN may then be chosen, which needs to know. Which code runs is measured at first use of a
+    problem (attention_choice.py).
 
     q, k and v may be views of wider rows: the distance of two tokens is free. Under ``vjp`` give
     ``sinks`` also when it is None, as backward answers for four arrays.
@@ -174,10 +74,10 @@ def attention_fwd(
     """
     _check(q, k, v, sinks, docs, scale, window)
     if on_device(q):
-        o, lse = _forward_kernel(q, k, v, sinks, docs, scale, window)
+        o, lse = attention_choice.forward(q, k, v, sinks, docs, scale, window, rows)
     else:
         o, lse = forward_host(q, k, v, sinks, docs, scale, window)
-    return o, AttentionResiduals(q, k, v, sinks, o, lse, docs, scale, window)
+    return o, AttentionResiduals(q, k, v, sinks, o, lse, docs, scale, window, rows)
 
 
 def attention_bwd(
@@ -210,7 +110,7 @@ def attention_bwd_packed(
     heads, kv_heads = res.q.shape[1], res.k.shape[1]
     packed = empty((len(do), heads + 2 * kv_heads, do.shape[2]), do.dtype, like=do)
     grads = (packed[:, :heads], packed[:, heads : heads + kv_heads], packed[:, heads + kv_heads :])
-    backward = _backward_kernel if on_device(do) else backward_host
+    backward = attention_choice.backward if on_device(do) else backward_host
     return packed, backward(res, do, *grads, into)
 
 
@@ -251,138 +151,6 @@ def _check(
         window is None or window >= 1,
         f"attention_fwd: window must be at least 1 (it counts the query) or None, got {window}",
     )
-
-
-# The kernels.
-
-
-def _forward_kernel(
-    q: Array,
-    k: Array,
-    v: Array,
-    sinks: Array | None,
-    docs: Docs,
-    scale: float,
-    window: int | None,
-) -> tuple[Array, Array]:
-    tokens, heads, head_dim = q.shape
-    tile = _tiles(q, head_dim).forward
-    o = empty(q.shape, q.dtype, like=q)
-    lse = empty((heads, tokens), np.float32, like=q)
-    if tokens == 0:
-        return o, lse
-    strides = [_stride("attention_fwd", n, x) for n, x in (("q", q), ("k", k), ("v", v))]
-    FORWARD.launch(
-        "attention_fwd",
-        tile.types,
-        -(-tokens // tile.rows) * heads,
-        tile.threads,
-        [o, lse, q, k, v, _float32(sinks), docs.start, tokens, heads, k.shape[1]]
-        + [*strides, _window(window, tokens), float(scale)],
-        shared=tile.shared,
-    )
-    return o, lse
-
-
-def _backward_kernel(
-    res: AttentionResiduals, do: Array, dq: Array, dk: Array, dv: Array, into: Any
-) -> Array | None:
-    tokens, heads, head_dim = do.shape
-    kv_heads, tiles = res.k.shape[1], _tiles(do, head_dim)
-    padded = -(-tokens // PADDING) * PADDING
-    stats = empty((heads, padded, 2), np.float32, like=do)
-    if tokens == 0:
-        return _sinks_kernel(res, stats, into)
-    named = (("dq", dq), ("q", res.q), ("k", res.k), ("v", res.v), ("do", do))
-    strides = [_stride("attention_bwd", name, x) for name, x in named]
-    BACKWARD.launch(
-        "attention_bwd_stats",
-        (str(head_dim), str(tiles.lanes)),
-        -(-padded * heads * tiles.lanes // THREADS),
-        THREADS,
-        [stats, res.o, do, res.lse, tokens, padded, heads, strides[-1]],
-    )
-    inputs = [res.q, res.k, res.v, do, stats]
-    settings = [tokens, padded, heads, kv_heads, *strides]
-    settings += [_window(res.window, tokens), float(res.scale)]
-    tile = next(t for t in tiles.dkdv if t.shared <= _shared_limit())
-    BACKWARD.launch(
-        "attention_bwd_dkdv",
-        tile.types,
-        (-(-tokens // tile.rows) * kv_heads, head_dim // int(tile.types[1])),
-        tile.threads,
-        [dk, dv, *inputs, res.docs.end, *settings],
-        shared=tile.shared,
-    )
-    BACKWARD.launch(
-        "attention_bwd_dq",
-        tiles.dq.types,
-        -(-tokens // tiles.dq.rows) * heads,
-        tiles.dq.threads,
-        [dq, *inputs, res.docs.start, *settings],
-        shared=tiles.dq.shared,
-    )
-    return _sinks_kernel(res, stats, into)
-
-
-def _sinks_kernel(res: AttentionResiduals, stats: Array, into: Any) -> Array | None:
-    if res.sinks is None or into is FROZEN:
-        return None
-    heads, padded, _ = stats.shape
-    d_sinks, accumulate = destination(into, (heads,), res.sinks.dtype, like=stats)
-    BACKWARD.launch(
-        "attention_bwd_sinks",
-        (ctype(d_sinks.dtype),),
-        heads,
-        THREADS,
-        [d_sinks, _float32(res.sinks), stats, len(res.q), padded, accumulate],
-    )
-    return d_sinks
-
-
-def _tiles(x: Array, head_dim: int) -> Tiles:
-    require(x.dtype == BF16, f"attention: the kernels take bfloat16, got {x.dtype}")
-    sizes = ", ".join(map(str, TILES))
-    require(head_dim in TILES, f"attention: the kernels take head_dim {sizes}, got {head_dim}")
-    return TILES[head_dim]
-
-
-def _stride(op: str, name: str, x: Array) -> np.int64:
-    """Elements from a token to the next. Its heads must lie together, each token on 16 bytes."""
-    size = x.dtype.itemsize
-    together = x.strides[2] == size and (x.shape[1] == 1 or x.strides[1] == x.shape[2] * size)
-    require(
-        together and x.strides[0] % 16 == 0,
-        f"{op}: the heads of a token of {name} must lie together, tokens at multiples of 16 bytes; "
-        f"got strides of {x.strides} bytes for shape {x.shape}: pass a contiguous array",
-    )
-    return np.int64(x.strides[0] // size)
-
-
-def _float32(x: Array | None) -> Array | None:
-    return None if x is None else x.astype(np.float32, copy=False)
-
-
-def _window(window: int | None, tokens: int) -> int:
-    """A window that fits an int32 with room to add a token index; without one, all tokens."""
-    return tokens if window is None else min(window, tokens)
-
-
-@functools.cache
-def _shared_limit_of(card: int) -> int:
-    import cupy
-
-    attributes = cupy.cuda.Device(card).attributes
-    return int(attributes["MaxSharedMemoryPerBlockOptin"])
-
-
-def _shared_limit() -> int:
-    """Bytes of shared memory that a block may have on the current card."""
-    if Backend.launch is not None:
-        return 227 * 1024
-    import cupy
-
-    return _shared_limit_of(cupy.cuda.runtime.getDevice())
 
 
 def attention_ref(

@@ -68,7 +68,7 @@ def forward_host(
     for block in _blocks(docs, heads, window):
         part = queries[:, :, block.queries]
         s = (_flat(part) @ keys[:, block.keys].transpose(0, 2, 1)).reshape(*part.shape[:3], -1)
-        s[..., block.hidden] = -np.inf
+        np.copyto(s, -np.inf, where=block.hidden)
         top = s.max(-1, keepdims=True)
         if sinks is not None:
             logit = upcast(sinks).astype(s.dtype).reshape(kv_heads, group, 1, 1)
@@ -96,7 +96,7 @@ def backward_host(res: Any, do: Array, dq: Array, dk: Array, dv: Array, into: An
         part, d_part = queries[:, :, block.queries], _flat(d_out[:, :, block.queries])
         k, v = keys[:, block.keys], values[:, block.keys]
         p = (_flat(part) @ k.transpose(0, 2, 1)).reshape(*part.shape[:3], -1)
-        p[..., block.hidden] = -np.inf
+        np.copyto(p, -np.inf, where=block.hidden)
         p -= lse[:, :, block.queries]
         np.exp(p, out=p)
         d_values[:, block.keys] += _flat(p).transpose(0, 2, 1) @ d_part

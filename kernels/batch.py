@@ -29,6 +29,16 @@ class Batch(NamedTuple):
     labels: Int32[Array, " tokens"]  # already shifted: the target of each position, or -100
     positions: Int32[Array, " tokens"]  # restart at 0 in each document
     docs: Docs
+    rows: int | None = None  # where given, a promise: documents are this many equally long pieces
+
+
+def equal_rows(docs: Docs) -> int | None:
+    """How many documents there are when all are equally long, else None (host arrays)."""
+    length = int(docs.end[0])
+    edges = np.arange(len(docs.start), dtype=np.int32) // length * length
+    whole = len(docs.start) % length == 0
+    equal = whole and bool((docs.start == edges).all() and (docs.end == edges + length).all())
+    return len(docs.start) // length if equal else None
 
 
 def docs_from_lengths(lengths: Sequence[int]) -> Docs:

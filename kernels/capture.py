@@ -15,10 +15,10 @@ T = TypeVar("T")
 class Captured(Generic[T]):
     """A recorded step. Calling it replays the graph; ``outputs`` are the arrays it writes."""
 
-    def __init__(self, step: Callable[[], T]) -> None:
+    def __init__(self, step: Callable[[], T], pool: Any) -> None:
         import cupy
 
-        self._pool = cupy.cuda.MemoryPool()
+        self._pool = cupy.cuda.MemoryPool() if pool is None else pool
         self._stream = cupy.cuda.get_current_stream()
         if self._stream.ptr == 0:
             raise ValueError(
@@ -52,10 +52,12 @@ class Captured(Generic[T]):
         return self._pool.total_bytes()
 
 
-def capture(step: Callable[[], T]) -> Captured[T]:
+def capture(step: Callable[[], T], *, pool: Any = None) -> Captured[T]:
     """Records ``step()``, which reads and writes arrays in place, into a CUDA graph on this stream.
 
     ``step`` runs twice first, for real, and must not synchronise, copy to the host or depend on
-    anything but its arrays. Raises ValueError on the null stream.
+    anything but its arrays. Graphs that replay on one stream alone may share a ``pool``
+    (cupy.cuda.MemoryPool): what one allocates is free when another begins. Raises ValueError on the
+    null stream.
     """
-    return Captured(step)
+    return Captured(step, pool)

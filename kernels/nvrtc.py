@@ -7,7 +7,9 @@ present. Machine code is cached by source, headers, flags, architecture and comp
 
 import functools
 import hashlib
+import importlib
 import json
+import multiprocessing
 import os
 import tempfile
 from importlib import resources
@@ -209,20 +211,36 @@ def _compile(source: Source, arch: str) -> Compiled:
 
 
 def compile_all(architectures: tuple[str, ...] = ARCHITECTURES) -> list[tuple[str, str, int]]:
-    """Compiles every source of every op: (stem, architecture, bytes of machine code) a row."""
+    """Compiles every source of every op: (stem, architecture, bytes of machine code) a row.
+
+    One process a core, as NVRTC compiles on one.
+    """
+    from concurrent.futures import ProcessPoolExecutor
+
+    wanted = [
+        (source.stem, arch)
+        for source in all_sources().values()
+        for arch in architectures
+        if arch in source.architectures
+    ]
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(_compile_one, *zip(*wanted, strict=True)))
+
+
+def all_sources() -> dict[str, Source]:
+    """Every source by its stem, after importing every op."""
     import pkgutil
 
     import surogate.kernels as package
 
     for module in pkgutil.iter_modules(package.__path__):
         if module.name != "nvrtc":
-            __import__(f"surogate.kernels.{module.name}")
-    return [
-        (source.stem, arch, len(source.compile(arch).cubin))
-        for source in SOURCES
-        for arch in architectures
-        if arch in source.architectures
-    ]
+            importlib.import_module(f"surogate.kernels.{module.name}")
+    return {source.stem: source for source in SOURCES}
+
+
+def _compile_one(stem: str, arch: str) -> tuple[str, str, int]:
+    return stem, arch, len(all_sources()[stem].compile(arch).cubin)
 
 
 def main() -> None:

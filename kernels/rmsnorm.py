@@ -34,7 +34,10 @@ from surogate.kernels.arrays import (
     empty_like,
     namespace,
     on_device,
+    placed,
     require,
+    row_stride,
+    rows_aligned,
     store,
     upcast,
 )
@@ -76,10 +79,15 @@ def rmsnorm_fwd(
     eps: float,
     unit_offset: bool = False,
     product: str = "storage",
+    out: Float[Array, "tokens hidden"] | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], RMSNormResiduals]:
-    """Returns y and what rmsnorm_bwd needs. ``weight`` is of the dtype of x, or float32."""
+    """Returns y and what rmsnorm_bwd needs. ``weight`` is of the dtype of x, or float32.
+
+    y is written to ``out`` where given, whose rows may be farther apart than they are long.
+    """
     _check("rmsnorm_fwd", x, weight, product)
-    y, _, rstd = _forward(x, None, weight, eps, unit_offset, product)
+    _check_out("rmsnorm_fwd", out, x)
+    y, _, rstd = _forward(x, None, weight, eps, unit_offset, product, out)
     return y, RMSNormResiduals(x, weight, rstd, unit_offset)
 
 
@@ -89,21 +97,27 @@ def rmsnorm_bwd(
     *,
     dresidual: Float[Array, "tokens hidden"] | None = None,
     into: Float[Array, " hidden"] | Frozen | None = None,
+    out: Float[Array, "tokens hidden"] | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], Float[Array, " hidden"] | None]:
-    """Returns (dx, dweight); ``dresidual`` is added to dx in the same pass."""
+    """Returns (dx, dweight); ``dresidual`` is added to dx in the same pass.
+
+    dx is written to ``out`` where given. The rows of ``out``, ``dy`` and ``dresidual`` may be
+    farther apart than they are long.
+    """
+    _check_out("rmsnorm_bwd", out, res.x)
     for name, grad in (("dy", dy), ("dresidual", dresidual)):
         require(
             grad is None or (grad.shape == res.x.shape and grad.dtype == res.x.dtype),
             f"rmsnorm_bwd: {name} must be {res.x.dtype}{res.x.shape}, got {describe(grad)}",
         )
     if on_device(dy):
-        return _backward_kernel(res, dy, dresidual, into)
+        return _backward_kernel(res, dy, dresidual, into, out)
     n = upcast(res.x) * res.rstd[:, None]
     g = upcast(dy) * _effective(res.weight, res.unit_offset, n.dtype)
     dx = res.rstd[:, None] * (g - n * np.mean(g * n, axis=1, keepdims=True))
     if dresidual is not None:
         dx += upcast(dresidual)
-    dx = dx.astype(dy.dtype, copy=False)
+    dx = placed(dx.astype(dy.dtype, copy=False), out)
     if isinstance(into, Frozen):
         return dx, None
     return dx, store(np.sum(upcast(dy) * n, axis=0), into, res.weight.dtype)
@@ -207,16 +221,29 @@ def _check(name: str, x: Array, weight: Array, product: str) -> None:
     )
 
 
+def _check_out(name: str, out: Array | None, x: Array) -> None:
+    require(
+        out is None or (out.shape == x.shape and out.dtype == x.dtype),
+        f"{name}: out must be {x.dtype}{x.shape}, got {describe(out)}",
+    )
+
+
 def _effective(weight: Array, unit_offset: bool, dtype: np.dtype) -> Array:
     return weight.astype(dtype, copy=False) + dtype.type(unit_offset)
 
 
 def _forward(
-    x: Array, residual: Array | None, weight: Array, eps: float, unit_offset: bool, product: str
+    x: Array,
+    residual: Array | None,
+    weight: Array,
+    eps: float,
+    unit_offset: bool,
+    product: str,
+    out: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """Returns (y, h, rstd); h is x itself when there is no residual."""
     if on_device(x):
-        return _forward_kernel(x, residual, weight, eps, unit_offset, product)
+        return _forward_kernel(x, residual, weight, eps, unit_offset, product, out)
     h = x if residual is None else (upcast(x) + upcast(residual)).astype(x.dtype, copy=False)
     wide = upcast(h)
     rstd = 1 / np.sqrt(np.mean(wide * wide, axis=1) + wide.dtype.type(eps))
@@ -224,7 +251,7 @@ def _forward(
     if product == "storage":
         n = upcast(n.astype(x.dtype, copy=False))
     y = (n * _effective(weight, unit_offset, n.dtype)).astype(x.dtype, copy=False)
-    return y, h, rstd.astype(compute_dtype(x), copy=False)
+    return placed(y, out), h, rstd.astype(compute_dtype(x), copy=False)
 
 
 class _Launch(NamedTuple):
@@ -235,30 +262,53 @@ class _Launch(NamedTuple):
     rows: int  # of a block
 
 
-def _plan(x: Array, weight: Array, block: int, *others: Array | None) -> _Launch:
+def backward_blocks(tokens: int, hidden: int, dtype: np.dtype) -> int:
+    """Blocks of the backward on a card; each holds a float32 share of dweight."""
+    rows = max(1, BACKWARD_THREADS // _threads(hidden, dtype))
+    return max(1, min(BLOCKS, -(-tokens // rows)))
+
+
+def _threads(hidden: int, dtype: np.dtype) -> int:
+    """Threads of a row."""
+    return 32 * -(-hidden // (32 * vector_width(dtype) * PACKS))
+
+
+def _plan(
+    x: Array, weight: Array, block: int, *others: Array | None, apart: tuple[Array | None, ...]
+) -> _Launch:
+    """``others`` are contiguous, as x is; the rows of those in ``apart`` may lie apart."""
     hidden, width = x.shape[1], vector_width(x.dtype)
     require(hidden <= MAX_HIDDEN, f"rmsnorm: hidden must be at most {MAX_HIDDEN}, got {hidden}")
     for array in (x, *others):
         require(array is None or array.flags.c_contiguous, "rmsnorm: arrays must be C-contiguous")
-    threads = 32 * -(-hidden // (32 * width * PACKS))
-    aligned = "true" if hidden % width == 0 else "false"
+    threads = _threads(hidden, x.dtype)
+    aligned = "true" if hidden % width == 0 and rows_aligned(*apart) else "false"
     types = (ctype(x.dtype), ctype(weight.dtype), aligned)
     return _Launch(types, threads, max(1, block // threads))
 
 
 def _forward_kernel(
-    x: Array, residual: Array | None, weight: Array, eps: float, unit_offset: bool, product: str
+    x: Array,
+    residual: Array | None,
+    weight: Array,
+    eps: float,
+    unit_offset: bool,
+    product: str,
+    out: Array | None,
 ) -> tuple[Array, Array, Array]:
     tokens, hidden = x.shape
-    plan = _plan(x, weight, FORWARD_THREADS, residual)
-    y = empty_like(x)
+    y = empty_like(x) if out is None else out
+    stride = row_stride("rmsnorm_fwd: out", y)
+    plan = _plan(x, weight, FORWARD_THREADS, residual, apart=(y,))
     h = None if residual is None else empty_like(x)
     rstd = empty((tokens,), F32, like=x)
     arrays = [y, h, rstd, x, residual, weight]
-    sizes = [tokens, hidden, plan.threads, float(eps), float(unit_offset), product == "storage"]
+    sizes = [stride, tokens, hidden, plan.threads]
+    options = [float(eps), float(unit_offset), product == "storage"]
     if tokens:
         grid = -(-tokens // plan.rows)
-        SOURCE.launch("rmsnorm_fwd", plan.types, grid, plan.rows * plan.threads, arrays + sizes)
+        threads = plan.rows * plan.threads
+        SOURCE.launch("rmsnorm_fwd", plan.types, grid, threads, arrays + sizes + options)
     return y, x if h is None else h, rstd
 
 
@@ -267,11 +317,17 @@ def _backward_kernel(
     dy: Array,
     dresidual: Array | None,
     into: Float[Array, " hidden"] | Frozen | None,
+    out: Array | None,
 ) -> tuple[Array, Array | None]:
     tokens, hidden = dy.shape
-    plan = _plan(res.x, res.weight, BACKWARD_THREADS, dy, dresidual)
-    dx = empty_like(dy)
-    blocks = max(1, min(BLOCKS, -(-tokens // plan.rows)))
+    dx = empty_like(dy) if out is None else out
+    strides = (
+        row_stride("rmsnorm_bwd: out", dx),
+        row_stride("rmsnorm_bwd: dy", dy),
+        hidden if dresidual is None else row_stride("rmsnorm_bwd: dresidual", dresidual),
+    )
+    plan = _plan(res.x, res.weight, BACKWARD_THREADS, apart=(dx, dy, dresidual))
+    blocks = backward_blocks(tokens, hidden, dy.dtype)
     partial = None if into is FROZEN else empty((blocks, hidden), F32, like=dy)
     SOURCE.launch(
         "rmsnorm_bwd",
@@ -279,7 +335,7 @@ def _backward_kernel(
         blocks,
         plan.rows * plan.threads,
         [dx, partial, dy, dresidual, res.x, res.weight, res.rstd]
-        + [tokens, hidden, plan.threads, float(res.unit_offset)],
+        + [*strides, tokens, hidden, plan.threads, float(res.unit_offset)],
         shared=4 * hidden * plan.rows if plan.rows > 1 else 0,
     )
     if partial is None or isinstance(into, Frozen):

@@ -16,7 +16,18 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from surogate.kernels.arrays import Array, empty, namespace, on_device, require, upcast
+from surogate.kernels.arrays import (
+    Array,
+    describe,
+    empty,
+    namespace,
+    on_device,
+    placed,
+    require,
+    row_stride,
+    rows_aligned,
+    upcast,
+)
 from surogate.kernels.nvrtc import THREADS, Source, ctype, vector_width
 from surogate.kernels.pair import Pair
 
@@ -29,24 +40,38 @@ class SwiGLUResiduals(NamedTuple):
 
 
 def swiglu_fwd(
-    gate_up: Float[Array, "tokens both"],
+    gate_up: Float[Array, "tokens both"], *, out: Float[Array, "tokens ffn"] | None = None
 ) -> tuple[Float[Array, "tokens ffn"], SwiGLUResiduals]:
-    """Returns y [tokens, ffn] of gate_up [tokens, 2 * ffn] (gate columns first), and residuals."""
+    """Returns y [tokens, ffn] of gate_up [tokens, 2 * ffn] (gate columns first), and residuals.
+
+    y is written to ``out`` where given, whose rows may be farther apart than they are long.
+    """
     tokens, ffn = _sizes(gate_up)
+    _check_out("swiglu_fwd", out, (tokens, ffn), gate_up)
     if on_device(gate_up):
-        y = empty((tokens, ffn), gate_up.dtype, like=gate_up)
-        _launch("swiglu_fwd", [y, gate_up], ffn, y)
+        y = empty((tokens, ffn), gate_up.dtype, like=gate_up) if out is None else out
+        _launch("swiglu_fwd", [y, gate_up], {"out": y}, gate_up)
     else:
         gate, up = upcast(gate_up[:, :ffn]), upcast(gate_up[:, ffn:])
-        y = (gate * _sigmoid(gate) * up).astype(gate_up.dtype, copy=False)
+        y = placed((gate * _sigmoid(gate) * up).astype(gate_up.dtype, copy=False), out)
     return y, SwiGLUResiduals(gate_up)
 
 
 def swiglu_bwd(
-    res: SwiGLUResiduals, dy: Float[Array, "tokens ffn"], *, recompute: bool = False
+    res: SwiGLUResiduals,
+    dy: Float[Array, "tokens ffn"],
+    *,
+    recompute: bool = False,
+    out: Float[Array, "tokens both"] | None = None,
 ) -> Float[Array, "tokens both"] | tuple[Float[Array, "tokens both"], Float[Array, "tokens ffn"]]:
-    """Returns d_gate_up, or (d_gate_up, y) with ``recompute``."""
-    d_gate_up = empty(res.gate_up.shape, res.gate_up.dtype, like=dy)
+    """Returns d_gate_up, or (d_gate_up, y) with ``recompute``.
+
+    d_gate_up is written to ``out`` where given. The rows of ``out`` and ``dy`` may be farther apart
+    than they are long.
+    """
+    shape, dtype = res.gate_up.shape, res.gate_up.dtype
+    _check_out("swiglu_bwd", out, shape, res.gate_up)
+    d_gate_up = empty(shape, dtype, like=dy) if out is None else out
     y = _backward(res.gate_up, dy, d_gate_up, recompute)
     return d_gate_up if y is None else (d_gate_up, y)
 
@@ -64,12 +89,13 @@ def _backward(gate_up: Array, dy: Array, d_gate_up: Array, recompute: bool) -> A
     tokens, ffn = _sizes(gate_up)
     require(
         dy.shape == (tokens, ffn) and dy.dtype == gate_up.dtype,
-        f"swiglu_bwd: dy must be {gate_up.dtype}{(tokens, ffn)}, got {dy.dtype}{dy.shape}",
+        f"swiglu_bwd: dy must be {gate_up.dtype}{(tokens, ffn)}, got {describe(dy)}",
     )
     y = empty(dy.shape, dy.dtype, like=dy) if recompute else None
     if on_device(dy):
         source = None if d_gate_up is gate_up else gate_up
-        _launch("swiglu_bwd", [d_gate_up, y, dy, source], ffn, dy)
+        apart = {"out": d_gate_up, "dy": dy}
+        _launch("swiglu_bwd", [d_gate_up, y, dy, source], apart, gate_up)
         return y
     gate, up, grad = upcast(gate_up[:, :ffn]), upcast(gate_up[:, ffn:]), upcast(dy)
     s = _sigmoid(gate)
@@ -87,22 +113,35 @@ def _sizes(gate_up: Array) -> tuple[int, int]:
     return tokens, both // 2
 
 
+def _check_out(name: str, out: Array | None, shape: tuple[int, ...], like: Array) -> None:
+    require(
+        out is None or (out.shape == shape and out.dtype == like.dtype),
+        f"{name}: out must be {like.dtype}{shape}, got {describe(out)}",
+    )
+
+
 def _sigmoid(x: Array) -> Array:
     """1 / (1 + exp(-x)) with an exponent that cannot overflow."""
     small = np.exp(-np.abs(x))
     return np.where(x >= 0, 1, small) / (1 + small)
 
 
-def _launch(kernel: str, arrays: list[Array | None], ffn: int, narrow: Array) -> None:
-    for array in arrays:
-        require(array is None or array.flags.c_contiguous, f"{kernel}: arrays must be C-contiguous")
-    width = vector_width(narrow.dtype) if ffn % vector_width(narrow.dtype) == 0 else 1
-    packs = narrow.size // width
+def _launch(
+    kernel: str, arrays: list[Array | None], apart: dict[str, Array], gate_up: Array
+) -> None:
+    """``apart`` names those of ``arrays`` whose rows may lie apart."""
+    require(gate_up.flags.c_contiguous, f"{kernel}: gate_up must be C-contiguous")
+    tokens, ffn = _sizes(gate_up)
+    strides = [row_stride(f"{kernel}: {name}", array) for name, array in apart.items()]
+    width = vector_width(gate_up.dtype)
+    if ffn % width or not rows_aligned(*apart.values()):
+        width = 1
+    packs = tokens * ffn // width
     require(packs < 1 << 32, f"{kernel}: takes less than 2^32 packs of {width}, got {packs}")
     if packs:
-        types = (ctype(narrow.dtype), str(width))
+        types = (ctype(gate_up.dtype), str(width))
         grid = -(-packs // THREADS)
-        SOURCE.launch(kernel, types, grid, THREADS, [*arrays, narrow.shape[0], ffn])
+        SOURCE.launch(kernel, types, grid, THREADS, [*arrays, *strides, tokens, ffn])
 
 
 def swiglu_ref(gate_up: Array) -> Array:

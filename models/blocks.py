@@ -32,6 +32,7 @@ class Context(NamedTuple):
     docs: Docs
     positions: Int32[Array, " tokens"]
     table: RopeTable
+    rows: int | None = None  # documents are this many equally long pieces, see Batch
 
 
 class Settings(NamedTuple):
@@ -90,7 +91,13 @@ def attention_block_fwd(
     )
     (q, k, v), rope = rotate(flat, layer, context, config)
     o, attention = attention_fwd(
-        q, k, v, docs=context.docs, scale=config.head_dim**-0.5, window=window
+        q,
+        k,
+        v,
+        docs=context.docs,
+        scale=config.head_dim**-0.5,
+        window=window,
+        rows=context.rows,
     )
     y, out = linear_fwd(
         o.reshape(len(x), -1), layer.w_o, None, part_of(adapter, "o"), x, **settings.adapter("w_o")

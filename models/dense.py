@@ -140,7 +140,7 @@ def hidden_fwd(
 ) -> tuple[Float[Array, "tokens hidden"], HiddenResiduals]:
     """The normed hidden state that the head multiplies."""
     x, _ = embedding_fwd(model.embed, tokens=batch.tokens)
-    pair = _layer_pair(Context(batch.docs, batch.positions, table), settings)
+    pair = _layer_pair(Context(batch.docs, batch.positions, table, batch.rows), settings)
     x, layers = stack_fwd(Resident(_layers(model, adapter)), x, pair, recompute=recompute)
     y, norm = rmsnorm_fwd(x, model.norm, eps=settings.config.eps)
     return y, HiddenResiduals(layers, norm)
@@ -164,7 +164,7 @@ def hidden_bwd(
     """
     buffers = None if into is None else _layers(into.model, into.adapter)
     dx, d_norm = rmsnorm_bwd(res.norm, dy, into=None if into is None else into.model.norm)
-    pair = _layer_pair(Context(batch.docs, batch.positions, table), settings)
+    pair = _layer_pair(Context(batch.docs, batch.positions, table, batch.rows), settings)
     sink = Collected(buffers, len(model.layers))
     source = Resident(_layers(model, adapter))
     dx = stack_bwd(source, res.layers, dx, sink, pair, recompute=recompute)

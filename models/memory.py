@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from surogate.kernels import grad_norm, multi_tensor
-from surogate.kernels.arrays import F32
+from surogate.kernels.arrays import BF16, F32
+from surogate.kernels.attention_cudnn import HEAD_DIMS, SCRATCH_BYTES
 from surogate.kernels.cublaslt import WORKSPACE_BYTES
 from surogate.kernels.linear import LoRA
 from surogate.models.config import ModelConfig, parameter_shapes
@@ -21,7 +22,7 @@ from surogate.models.lora import LoraSpec, Part, build_adapter
 from surogate.models.pool import Pool
 from surogate.models.walk import INT32, Shape, Walk, Work
 
-F64, INT64 = np.dtype(np.float64), np.dtype(np.int64)
+F64, INT64, BYTE = np.dtype(np.float64), np.dtype(np.int64), np.dtype(np.uint8)
 HOST_COPIES = 7  # of a leaf that AdamW's host version makes
 
 
@@ -53,6 +54,7 @@ class Memory(NamedTuple):
     temporaries: dict[str, int]  # most beside those, in each part of a step
     gaps: int  # what the pools hold beside the arrays
     evaluation: int  # beside all of the above; 0 where it takes turns with the step
+    attention: int  # cuDNN's scratch memory, should every document fill a row
     workspace: int
 
     @property
@@ -63,15 +65,14 @@ class Memory(NamedTuple):
     @property
     def total(self) -> int:
         """All groups."""
-        static = self.weights + self.adapter + self.gradients + self.optimizer + self.workspace
-        return static + self.peak + self.gaps + self.evaluation
+        static = self.weights + self.adapter + self.gradients + self.optimizer
+        return static + self.peak + self.gaps + self.evaluation + self.attention + self.workspace
 
 
-def memory_of(work: Work, *, graphs: bool, evaluates: bool, probe: int = 0) -> Memory:
+def memory_of(work: Work, *, graphs: bool, evaluates: bool) -> Memory:
     """The memory of a run that trains as ``work`` says.
 
-    ``graphs``: steps are recorded. ``evaluates``: there are rows to evaluate on. ``probe``: bytes
-    of each of the three matrices that the run measures the card's rate with before it starts.
+    ``graphs``: steps are recorded. ``evaluates``: there are rows to evaluate on.
     """
     layout = work.layout
     weights, adapter = list(model_leaves(work.config)), list(adapter_leaves(work.config, work.lora))
@@ -93,6 +94,7 @@ def memory_of(work: Work, *, graphs: bool, evaluates: bool, probe: int = 0) -> M
         temporaries=temporaries,
         gaps=0,
         evaluation=0,
+        attention=0 if layout.host else _cudnn_scratch(work),
         workspace=_workspace(work, trained),
     )
     if layout.host:
@@ -100,11 +102,6 @@ def memory_of(work: Work, *, graphs: bool, evaluates: bool, probe: int = 0) -> M
     # A recorded step has a pool of its own, where it runs once before the recording.
     shared = Pool()
     own = Pool() if graphs else shared
-    names = ("probe.a", "probe.b", "probe.out") if probe else ()
-    for name in names:
-        shared.allocate(name, probe)
-    for name in names:
-        shared.free(name)
     for _ in range(2):
         own.run(step)
     held = own.held
@@ -164,6 +161,20 @@ def adapter_leaves(config: ModelConfig, lora: LoraSpec | None) -> Iterator[Shape
         for found in layer:
             if found is not None:
                 yield from (cast(Shape, shape) for shape in found)
+
+
+def _cudnn_scratch(work: Work) -> int:
+    """What cuDNN's backward takes beside the pools for whole rows: the gradient of all scores, in
+    groups of heads that stay below a limit; 0 where even one group does not.
+    """
+    config = work.config
+    if config.head_dim not in HEAD_DIMS:
+        return 0
+    whole = work.tokens * work.longest * config.heads * BF16.itemsize
+    for parts in range(1, config.kv_heads + 1):
+        if config.kv_heads % parts == 0 and whole <= parts * SCRATCH_BYTES:
+            return work.layout.bytes((whole // parts,), BYTE)
+    return 0
 
 
 def _workspace(work: Work, trained: list[Shape]) -> int:

@@ -12,14 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 from surogate.kernels.arrays import BF16, F32
-from surogate.kernels.attention import PADDING
 from surogate.kernels.attention_host import SCORES
+from surogate.kernels.attention_mma import PADDING
 from surogate.kernels.embedding import RARE
 from surogate.kernels.linear import ROWS_PER_SLICE
 from surogate.kernels.lm_head import default_chunk
-from surogate.kernels.qk_norm_rope import BLOCKS as HEAD_BLOCKS
-from surogate.kernels.qk_norm_rope import WARPS
-from surogate.kernels.rmsnorm import BLOCKS
+from surogate.kernels.qk_norm_rope import BLOCKS, WARPS
+from surogate.kernels.rmsnorm import backward_blocks
 from surogate.models.config import ModelConfig
 from surogate.models.lora import LoraSpec, adapted
 from surogate.models.names import layer_fields
@@ -291,7 +290,8 @@ class Walk:
         ledger.make(dx, self.tokens, self.hidden)
         ledger.host_scratch(self.tokens, self.hidden, copies=3)
         if self.work.lora is None and not self.work.layout.host:
-            ledger.scratch(min(BLOCKS, self.tokens), self.hidden, dtype=F32)
+            blocks = backward_blocks(self.tokens, self.hidden, self.work.layout.compute)
+            ledger.scratch(blocks, self.hidden, dtype=F32)
 
     def swiglu_fwd(self, y: str) -> None:
         self.ledger.make(y, self.tokens, self.ffn)
@@ -312,7 +312,7 @@ class Walk:
         ledger = self.ledger
         ledger.host_scratch(self.tokens, self.heads, self.head_dim, copies=5)
         if self.work.config.qk_norm and self.work.lora is None and not self.work.layout.host:
-            blocks = min(HEAD_BLOCKS, -(-self.tokens // WARPS))
+            blocks = min(BLOCKS, -(-self.tokens // WARPS))
             ledger.scratch(2, blocks, self.head_dim, dtype=F32)
 
     def attention_fwd(self, res: str) -> None:

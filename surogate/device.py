@@ -26,7 +26,8 @@ class Device(NamedTuple):
         """A tree of NumPy arrays, there."""
         if self.kind == "cpu":
             return value
-        return tree.map(self.library.asarray, value)
+        asarray = self.library.asarray
+        return tree.map(lambda x: asarray(x) if isinstance(x, np.ndarray) else x, value)
 
     def fact(self) -> str:
         """What people call it, with the reason where it is not a card."""

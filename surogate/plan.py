@@ -19,7 +19,6 @@ from surogate.choices import optimizer_of, options_of
 from surogate.config import Config
 from surogate.device import COMPUTE, choose_device
 from surogate.errors import UserError
-from surogate.light import SIDE
 from surogate.models.config import ModelConfig, from_hf
 from surogate.models.lora import LoraSpec
 from surogate.models.memory import Counts, Memory, memory_of, parameter_counts
@@ -70,8 +69,7 @@ def predict(config: Config, model: ModelConfig, kind: Kind, free: int | None = N
         masters=needs_master(np.empty(0, compute), optimizer),
     )
     evaluates = bool(config.validation_datasets) or config.validation_split_ratio > 0
-    probe = SIDE["cuda"] ** 2 * compute.itemsize
-    memory = memory_of(work, graphs=options.graphs, evaluates=evaluates, probe=probe)
+    memory = memory_of(work, graphs=options.graphs, evaluates=evaluates)
     return Plan(kind, work, parameter_counts(model, lora), memory, free)
 
 
@@ -294,7 +292,8 @@ def memory_table(plan: Plan) -> Table:
             table.add_row(f"  {parts[part]}", in_words(size), style="dim")
     for name, size in (
         ("gaps between arrays in the pool", memory.gaps),
-        ("evaluation and measuring, beside the step", memory.evaluation),
+        ("evaluation, beside the recorded step", memory.evaluation),
+        ("attention, if documents fill rows (cuDNN)", memory.attention),
         ("workspace, batch and tables", memory.workspace),
     ):
         if size:

@@ -14,11 +14,6 @@ constexpr int TILE = CONSUMERS * 64;  // rows of an item
 // Registers a thread: 65536 of a multiprocessor for one fetching and two computing warpgroups.
 constexpr int FETCH_REGISTERS = 24, COMPUTE_REGISTERS = 240;
 
-// A bool that is part of its type.
-template <bool VALUE> struct Flag {
-    static constexpr bool value = VALUE;
-};
-
 // Items: tiles times heads, of `section` heads first: what those read should stay in the L2 cache. Tiles go from
 // the first up or from the last down, so that the longest items of a document come first.
 struct Items {

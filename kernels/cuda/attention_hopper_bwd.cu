@@ -84,9 +84,9 @@ __device__ __forceinline__ void compute_dq(Walk<HEAD_DIM, KEYS, K_STAGES, V_STAG
         }
         clear(out);
 
-        // One tile of keys, whose scores are on their way. NEXT: so will be those of the tile after it.
-        auto step = [&](auto next, int key) {
-            constexpr bool NEXT = decltype(next)::value;
+        // Takes in tile i of keys, whose scores are on their way, and leaves its share of dQ on its way.
+        auto take_in = [&](int i) {
+            int key = q.key - i * KEYS;
             s->v_ring.wait_full(v_turn);
             wgmma_fence();
             multiply_rows<HEAD_DIM, TILE, KEYS>(ds, do_tile, v_tile + v_turn.stage * STAGE);
@@ -99,7 +99,7 @@ __device__ __forceinline__ void compute_dq(Walk<HEAD_DIM, KEYS, K_STAGES, V_STAG
 #pragma unroll
                 for (int e = 0; e < 4; ++e) scores[n][e] = fast_exp2(scores[n][e] * scale_log2 - base[e / 2]);
             // Waited for here: the compiler would move the next wait up before the exponents, but not over a loop.
-            if (NEXT) s->k_ring.wait_full(k_turn);
+            if (i + 1 < q.mine) s->k_ring.wait_full(k_turn);
             wgmma_wait<0>();
             hold(ds);
             s->v_ring.release(v_turn);
@@ -111,20 +111,20 @@ __device__ __forceinline__ void compute_dq(Walk<HEAD_DIM, KEYS, K_STAGES, V_STAG
             wgmma_fence();
             multiply_left<true>(out, left, k_tile + k_use.stage * STAGE);
             wgmma_commit();
-            if (NEXT) {
-                multiply_rows<HEAD_DIM, TILE, KEYS>(scores, q_tile, k_tile + k_turn.stage * STAGE);
-                wgmma_commit();
-                k_turn.next();
-                wgmma_wait<1>();
-            } else {
-                wgmma_wait<0>();
-            }
-            hold(out);
-            s->k_ring.release(k_use);
         };
-        int key = q.key;
-        for (int i = 1; i < q.mine; ++i, key -= KEYS) step(Flag<true>(), key);
-        step(Flag<false>(), key);
+        take_in(0);
+        for (int i = 1; i < q.mine; ++i) {
+            wgmma_fence();
+            multiply_rows<HEAD_DIM, TILE, KEYS>(scores, q_tile, k_tile + k_turn.stage * STAGE);
+            wgmma_commit();
+            k_turn.next();
+            wgmma_wait<1>();
+            s->k_ring.release(k_use);
+            take_in(i);
+        }
+        wgmma_wait<0>();
+        hold(out);
+        s->k_ring.release(k_use);
         s->query_ring.release(query_turn);
         for (int i = q.mine; i < q.all; ++i) {  // tiles that only the other warpgroup reads
             s->k_ring.wait_full(k_turn);
@@ -254,83 +254,67 @@ __device__ __forceinline__ void compute_dkdv(KeyShared<HEAD_DIM, ROWS, STAGES>* 
         float dk_rows[HEAD_DIM / 8][4], dv_rows[HEAD_DIM / 8][4], p[ROWS / 8][4], ds[ROWS / 8][4];
         uint32_t p_left[ROWS / 16][4], ds_left[ROWS / 16][4];
         clear(dk_rows), clear(dv_rows);
-        // One tile of queries, whose scores are on their way. NEXT: so will be those of the tile after it.
-        auto step = [&](auto next, int i) {
-            constexpr bool NEXT = decltype(next)::value;
-                            int row = tile + i * ROWS;
-                            wgmma_fence();
-                            multiply_rows<HEAD_DIM, TILE, ROWS>(ds, v_tile, do_tile + row_use.stage * STAGE);
-                            wgmma_commit();
-                            wgmma_wait<1>();
-                            hold(p);
-                            const float* stat = &s->stats[row_use.stage][lane % 4 * 2].data[0];
-                            bool masked = i == first || row + ROWS > all_end;
-#pragma unroll
-                            for (int n = 0; n < ROWS / 8; ++n) {
-                                auto two = Vec<float, 4>::load(stat + 16 * n);  // of two queries
-#pragma unroll
-                                for (int e = 0; e < 4; ++e)
-                                    p[n][e] = fast_exp2(p[n][e] * scale_log2 - two.data[e % 2 * 2]);
-                            }
-                            if (masked) {
-                                int query = row + lane % 4 * 2;
-#pragma unroll
-                                for (int n = 0; n < ROWS / 8; ++n)
-#pragma unroll
-                                    for (int e = 0; e < 4; ++e) {
-                                        int j = query + 8 * n + e % 2;
-                                        if (j < tile + lane_key + e / 2 * 8 || j >= end[e / 2]) p[n][e] = 0.0f;
-                                    }
-                            }
-                            pack_left(p_left, p);
-                            wgmma_fence();
-                            multiply_left<true>(dv_rows, p_left, do_tile + row_use.stage * STAGE);
-                            wgmma_commit();
-                            wgmma_wait<1>();
-                            hold(ds);
-#pragma unroll
-                            for (int n = 0; n < ROWS / 8; ++n) {
-                                auto two = Vec<float, 4>::load(stat + 16 * n);
-#pragma unroll
-                                for (int e = 0; e < 4; ++e) ds[n][e] = p[n][e] * (ds[n][e] - two.data[e % 2 * 2 + 1]);
-                            }
-                            pack_left(ds_left, ds);
-                            if (NEXT) s->ring.wait_full(row_turn);
-                            wgmma_fence();
-                            multiply_left<true>(dk_rows, ds_left, q_tile + row_use.stage * STAGE);
-                            wgmma_commit();
-                            if (NEXT) {
-                multiply_rows<HEAD_DIM, TILE, ROWS>(p, k_tile, q_tile + row_turn.stage * STAGE);
-                wgmma_commit();
-                row_turn.next();
-                wgmma_wait<1>();
-            } else {
-                wgmma_wait<0>();
-            }
-            hold(dk_rows), hold(dv_rows);
-                            s->ring.release(row_use);
+        auto skip = [&] {
+            s->ring.wait_full(row_turn);
+            s->ring.release(row_use);
+            row_turn.next();
         };
         s->key_ring.wait_full(key_turn);
         for (int head = 0; head < group; ++head) {
-            for (int i = 0; i < min(first, all); ++i) {
-                s->ring.wait_full(row_turn);
-                s->ring.release(row_use);
-                row_turn.next();
-            }
-            if (first < last) {
+            for (int i = 0; i < min(first, all); ++i) skip();
+            for (int i = first; i < last; ++i) {
+                int row = tile + i * ROWS;
                 s->ring.wait_full(row_turn);
                 wgmma_fence();
                 multiply_rows<HEAD_DIM, TILE, ROWS>(p, k_tile, q_tile + row_turn.stage * STAGE);
                 wgmma_commit();
+                wgmma_wait<1>();
+                if (i > first) s->ring.release(row_use);
+                wgmma_fence();
+                multiply_rows<HEAD_DIM, TILE, ROWS>(ds, v_tile, do_tile + row_turn.stage * STAGE);
+                wgmma_commit();
+                wgmma_wait<1>();
+                hold(p);
+                const float* stat = &s->stats[row_turn.stage][lane % 4 * 2].data[0];
+#pragma unroll
+                for (int n = 0; n < ROWS / 8; ++n) {
+                    auto two = Vec<float, 4>::load(stat + 16 * n);  // of two queries
+#pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        p[n][e] = fast_exp2(p[n][e] * scale_log2 - two.data[e % 2 * 2]);
+                }
+                if (i == first || row + ROWS > all_end) {
+                    int query = row + lane % 4 * 2;
+#pragma unroll
+                    for (int n = 0; n < ROWS / 8; ++n)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            int j = query + 8 * n + e % 2;
+                            if (j < tile + lane_key + e / 2 * 8 || j >= end[e / 2]) p[n][e] = 0.0f;
+                        }
+                }
+                pack_left(p_left, p);
+                wgmma_fence();
+                multiply_left<true>(dv_rows, p_left, do_tile + row_turn.stage * STAGE);
+                wgmma_commit();
+                wgmma_wait<1>();
+                hold(ds);
+#pragma unroll
+                for (int n = 0; n < ROWS / 8; ++n) {
+                    auto two = Vec<float, 4>::load(stat + 16 * n);
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) ds[n][e] = p[n][e] * (ds[n][e] - two.data[e % 2 * 2 + 1]);
+                }
+                pack_left(ds_left, ds);
+                wgmma_fence();
+                multiply_left<true>(dk_rows, ds_left, q_tile + row_turn.stage * STAGE);
+                wgmma_commit();
                 row_turn.next();
-                for (int i = first; i < last - 1; ++i) step(Flag<true>(), i);
-                step(Flag<false>(), last - 1);
             }
-            for (int i = max(last, min(first, all)); i < all; ++i) {
-                s->ring.wait_full(row_turn);
-                s->ring.release(row_use);
-                row_turn.next();
-            }
+            wgmma_wait<0>();
+            hold(dk_rows), hold(dv_rows);
+            if (first < last) s->ring.release(row_use);
+            for (int i = max(last, min(first, all)); i < all; ++i) skip();
         }
         s->key_ring.release(key_turn);
         float factor[2] = {scale, scale};

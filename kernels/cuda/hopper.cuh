@@ -93,9 +93,7 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, int 
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
-__device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory");
-}
+
 // Moves registers between the warpgroups of a block; all warps of a group call it.
 template <int REGISTERS> __device__ __forceinline__ void registers_give() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));

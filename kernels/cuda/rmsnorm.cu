@@ -2,7 +2,8 @@
 //
 // A row belongs to `threads` threads (whole warps; the host picks them so that PACKS packs of 16 bytes of T
 // a thread cover it) and stays in their registers between its one read and its one write. A block holds
-// blockDim.x / threads rows.
+// blockDim.x / threads rows. Rows of the arrays that have a `_stride` lie that many elements apart, others
+// end to end.
 #include "pack.cuh"
 
 constexpr int PACKS = 4;
@@ -19,13 +20,14 @@ __device__ __forceinline__ float row_sum(float value, float* scratch, int warps)
 }
 
 template <typename T, typename W, bool ALIGNED>
-__global__ void rmsnorm_fwd(T* __restrict__ y,               // (tokens, hidden)
+__global__ void rmsnorm_fwd(T* __restrict__ y,               // (tokens, hidden), y_stride apart
                             T* __restrict__ h,               // (tokens, hidden): x + residual
                             float* __restrict__ rstd,        // (tokens,)
                             const T* __restrict__ x,         // (tokens, hidden)
                             const T* __restrict__ residual,  // (tokens, hidden), or null: h is x
                             const W* __restrict__ weight,    // (hidden,)
-                            int tokens, int hidden, int threads, float eps, float offset, bool round_first) {
+                            int y_stride, int tokens, int hidden, int threads, float eps, float offset,
+                            bool round_first) {
     constexpr int N = WIDTH<T>;
     __shared__ float scratch[32];
     int lane = threadIdx.x % threads;
@@ -63,7 +65,7 @@ __global__ void rmsnorm_fwd(T* __restrict__ y,               // (tokens, hidden)
         }
         for (int j = 0; j < N; ++j) out[j] *= scale[i].get(j) + offset;
         value[i].set(out);
-        value[i].template store_columns<ALIGNED>(y + begin, (i * threads + lane) * N, columns);
+        value[i].template store_columns<ALIGNED>(y + row * y_stride, (i * threads + lane) * N, columns);
     }
 }
 
@@ -71,14 +73,14 @@ __global__ void rmsnorm_fwd(T* __restrict__ y,               // (tokens, hidden)
 // sum_partials. 128 registers a thread hold three rows in flight and the share.
 template <typename T, typename W, bool ALIGNED>
 __global__ void __launch_bounds__(sizeof(T) == 2 ? 512 : 1024)
-    rmsnorm_bwd(T* __restrict__ dx,               // (tokens, hidden)
+    rmsnorm_bwd(T* __restrict__ dx,               // (tokens, hidden), dx_stride apart
                 float* __restrict__ partial,      // (blocks, hidden), or null: dweight is not wanted
-                const T* __restrict__ dy,         // (tokens, hidden)
-                const T* __restrict__ dresidual,  // (tokens, hidden), added to dx, or null
+                const T* __restrict__ dy,         // (tokens, hidden), dy_stride apart
+                const T* __restrict__ dresidual,  // (tokens, hidden), dresidual_stride apart, or null; added to dx
                 const T* __restrict__ x,          // (tokens, hidden)
                 const W* __restrict__ weight,     // (hidden,)
                 const float* __restrict__ rstd,   // (tokens,)
-                int tokens, int hidden, int threads, float offset) {
+                int dx_stride, int dy_stride, int dresidual_stride, int tokens, int hidden, int threads, float offset) {
     constexpr int N = WIDTH<T>;
     __shared__ float scratch[2][32];
     DYNAMIC_SHARED(float, shares);  // (rows of the block, hidden), when the block holds several rows
@@ -94,11 +96,12 @@ __global__ void __launch_bounds__(sizeof(T) == 2 ? 512 : 1024)
         Pack<T, N> value[PACKS], grad[PACKS], addend[PACKS] = {};
         for (int i = 0; i < PACKS; ++i) {
             value[i].template load_columns<ALIGNED>(x + begin, (i * threads + lane) * N, columns);
-            grad[i].template load_columns<ALIGNED>(dy + begin, (i * threads + lane) * N, columns);
+            grad[i].template load_columns<ALIGNED>(dy + row * dy_stride, (i * threads + lane) * N, columns);
         }
         if (dresidual)
             for (int i = 0; i < PACKS; ++i)
-                addend[i].template load_columns<ALIGNED>(dresidual + begin, (i * threads + lane) * N, columns);
+                addend[i].template load_columns<ALIGNED>(dresidual + row * dresidual_stride, (i * threads + lane) * N,
+                                                         columns);
         float r = columns ? rstd[row] : 0.0f, dot = 0.0f;
         for (int i = 0; i < PACKS; ++i)
             for (int j = 0; j < N; ++j)
@@ -113,7 +116,7 @@ __global__ void __launch_bounds__(sizeof(T) == 2 ? 512 : 1024)
                 out[j] = addend[i].get(j) + r * (g - n * mean);
             }
             value[i].set(out);
-            value[i].template store_columns<ALIGNED>(dx + begin, (i * threads + lane) * N, columns);
+            value[i].template store_columns<ALIGNED>(dx + row * dx_stride, (i * threads + lane) * N, columns);
         }
     }
 

@@ -7,47 +7,49 @@ template <typename T> __device__ __forceinline__ float exponential(float x) {
 }
 template <typename T> __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + exponential<T>(-x)); }
 
-// Where the thread's values lie: in y at `narrow`, in gate_up at `wide` (gate) and `wide + ffn` (up).
+// The thread's values: N of `row` from `column` on. An array's rows lie `stride` elements apart.
 template <int N> struct Place {
     bool inside;
-    int64_t narrow, wide;
+    uint32_t row, column;
     __device__ __forceinline__ Place(int tokens, int ffn) {
         uint32_t packs = ffn / N, pack = blockIdx.x * blockDim.x + threadIdx.x;
-        uint32_t row = pack / packs;
+        row = pack / packs;
+        column = (pack - row * packs) * N;
         inside = row < uint32_t(tokens);
-        narrow = int64_t(pack) * N;
-        wide = narrow + int64_t(row) * ffn;
     }
+    __device__ __forceinline__ int64_t in(int stride) const { return int64_t(row) * stride + column; }
 };
 
 template <typename T, int N>
-__global__ void swiglu_fwd(T* __restrict__ y,              // (tokens, ffn)
+__global__ void swiglu_fwd(T* __restrict__ y,              // (tokens, ffn), y_stride apart
                            const T* __restrict__ gate_up,  // (tokens, 2 * ffn)
-                           int tokens, int ffn) {
+                           int y_stride, int tokens, int ffn) {
     Place<N> place(tokens, ffn);
     if (!place.inside) return;
     Pack<T, N> gate, up;
-    gate.load(gate_up + place.wide);
-    up.load(gate_up + place.wide + ffn);
+    gate_up += place.in(2 * ffn);
+    gate.load(gate_up);
+    up.load(gate_up + ffn);
     float out[N];
     for (int j = 0; j < N; ++j) out[j] = gate.get(j) * sigmoid<T>(gate.get(j)) * up.get(j);
     gate.set(out);
-    gate.store(y + place.narrow);
+    gate.store(y + place.in(y_stride));
 }
 
 template <typename T, int N>
-__global__ void swiglu_bwd(T* d_gate_up,                   // (tokens, 2 * ffn)
+__global__ void swiglu_bwd(T* d_gate_up,                   // (tokens, 2 * ffn), d_stride apart
                            T* __restrict__ y,              // (tokens, ffn): the output once more, or null
-                           const T* __restrict__ dy,       // (tokens, ffn)
+                           const T* __restrict__ dy,       // (tokens, ffn), dy_stride apart
                            const T* gate_up,               // (tokens, 2 * ffn), or null: it is in d_gate_up
-                           int tokens, int ffn) {
+                           int d_stride, int dy_stride, int tokens, int ffn) {
     Place<N> place(tokens, ffn);
     if (!place.inside) return;
-    const T* source = (gate_up ? gate_up : d_gate_up) + place.wide;
+    d_gate_up += place.in(d_stride);
+    const T* source = gate_up ? gate_up + place.in(2 * ffn) : d_gate_up;
     Pack<T, N> gate, up, grad;
     gate.load(source);
     up.load(source + ffn);
-    grad.load(dy + place.narrow);
+    grad.load(dy + place.in(dy_stride));
     float d_gate[N], d_up[N], out[N];
     for (int j = 0; j < N; ++j) {
         float g = gate.get(j), s = sigmoid<T>(g), silu = g * s;
@@ -56,10 +58,10 @@ __global__ void swiglu_bwd(T* d_gate_up,                   // (tokens, 2 * ffn)
         out[j] = silu * up.get(j);
     }
     gate.set(d_gate);
-    gate.store(d_gate_up + place.wide);
+    gate.store(d_gate_up);
     up.set(d_up);
-    up.store(d_gate_up + place.wide + ffn);
+    up.store(d_gate_up + ffn);
     if (!y) return;
     grad.set(out);
-    grad.store(y + place.narrow);
+    grad.store(y + place.in(ffn));
 }

@@ -43,7 +43,6 @@ __device__ __forceinline__ void tma_load(void* panel, const TensorMap* map, Barr
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, Barrier* barrier) {
     emulator_bulk_load(shared, global, bytes, barrier);
 }
-__device__ __forceinline__ void tma_prefetch(const TensorMap*) {}
 
 template <int REGISTERS> __device__ __forceinline__ void registers_give() {}
 template <int REGISTERS> __device__ __forceinline__ void registers_take() {}

@@ -7,12 +7,12 @@ import pytest
 
 from surogate.kernels.arrays import FROZEN
 from surogate.kernels.attention import (
-    TILES,
     attention,
     attention_bwd,
     attention_fwd,
     attention_ref,
 )
+from surogate.kernels.attention_mma import TILES
 from surogate.kernels.batch import Docs, docs_from_lengths
 from surogate.kernels.pair import vjp
 from tests.emulator.launch import emulated
@@ -293,7 +293,7 @@ def test_tiles_fit_every_card():
 
 def test_tiles_of_small_cards(monkeypatch):
     """The tiles that a card with 99 KiB of shared memory uses."""
-    monkeypatch.setattr("surogate.kernels.attention._shared_limit", lambda: 99 * 1024)
+    monkeypatch.setattr("surogate.kernels.attention_mma._shared_limit", lambda: 99 * 1024)
     with emulated():
         check("emulated", EDGES, 4, 2, 128)
 

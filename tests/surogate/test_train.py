@@ -193,6 +193,7 @@ def test_any_split_of_the_same_rows_is_the_same_run(folder, lora):
             per_device_train_batch_size=rows,
             gradient_accumulation_steps=accumulation,
             max_steps=4,
+            adamw_epsilon=1e-3,  # so that an update does not magnify a small gradient's rounding
         )
         found.append((records, weights(out)))
     whole, arrays = found[0]
@@ -202,8 +203,7 @@ def test_any_split_of_the_same_rows_is_the_same_run(folder, lora):
         assert steps(records, "epoch") == steps(whole, "epoch")
         assert steps(records, "tokens") == steps(whole, "tokens")
         for name, array in arrays.items():
-            # Adam divides by the root of tiny second moments: differences grow by it.
-            close(others[name], array, "float32", terms=64, roundings=64)
+            close(others[name], array, "float32", terms=64, roundings=16)  # of four updates
 
 
 @pytest.mark.parametrize("lora", [False, True])

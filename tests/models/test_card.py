@@ -1,0 +1,100 @@
+"""Whole models and steps on a card: bf16 gradients against float32, graphs against eager, twice."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from surogate.device import Device, choose_device
+from surogate.kernels import tree
+from surogate.kernels.arrays import BF16, F32
+from surogate.kernels.batch import Batch, batch_of
+from surogate.models import dense
+from surogate.models.blocks import Settings
+from surogate.models.config import ModelConfig
+from surogate.models.init import init_model
+from surogate.models.lora import LoraSpec, init_adapter
+from surogate.models.names import named
+from surogate.models.registry import lookup
+from surogate.optim.adamw import AdamWConfig
+from surogate.step import StepOptions, TrainStep
+from tests.oracle import same_bits, to_host
+
+pytestmark = pytest.mark.gpu
+LENGTHS = [200, 1, 57, 254]  # 512 tokens; documents begin inside and on tiles
+
+
+def four_layers(name: str) -> ModelConfig:
+    """A published model's widths with four layers and a small vocabulary."""
+    config = lookup(name)
+    return dataclasses.replace(config, layers=4, vocab=4096, windows=config.windows[:4])
+
+
+def tokens_of(config: ModelConfig, seed: int = 0) -> Batch:
+    rng = np.random.default_rng(seed)
+    return batch_of(rng.integers(0, config.vocab, sum(LENGTHS), dtype=np.int32), LENGTHS)
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3.2-1b", "qwen2.5-0.5b"])
+def test_bf16_gradients_point_where_float32_ones_do(name):
+    config = four_layers(name)
+    model = init_model(config, 0, BF16)
+    batch = tokens_of(config)
+    common = dict(settings=Settings(config))
+    table = dense.rotary_table(config, 512)
+    wide = tree.map(lambda x: x.astype(F32), model)
+    want, grads = dense.loss_and_grads(wide, None, batch, table=table, **common)
+    device = choose_device("cuda")
+    got, card = dense.loss_and_grads(
+        device.put(model), None, device.put(batch), table=device.put(table), **common
+    )
+    assert int(got.count) == int(want.count)
+    assert float(got.nll_sum) == pytest.approx(float(want.nll_sum), rel=2e-3)
+    found = named(card.model, config)
+    for key, grad in named(grads.model, config).items():
+        x, y = grad.astype(np.float64).ravel(), to_host(found[key]).astype(np.float64).ravel()
+        cosine = x @ y / np.linalg.norm(x) / np.linalg.norm(y)
+        assert cosine >= 0.999, f"{key}: cosine {cosine:.6f}"
+        assert np.linalg.norm(y) == pytest.approx(np.linalg.norm(x), rel=0.01), key
+
+
+def run(device: Device, config: ModelConfig, *, graphs: bool, lora: bool, recompute: Any) -> Any:
+    """Three steps of two micro-batches; returns losses and the trained arrays."""
+    model = device.put(init_model(config, 0, BF16))
+    spec = LoraSpec.of(8, 16, ["all"]) if lora else None
+    adapter = device.put(init_adapter(config, spec, 0, BF16)) if spec else None
+    step = TrainStep(
+        device,
+        model,
+        adapter,
+        Settings(config, spec),
+        AdamWConfig(master_dtype="float32" if lora else "bfloat16"),
+        StepOptions(512, recompute, None, F32 if lora else BF16, 1.0, graphs),
+    )
+    losses = []
+    for number in range(3):
+        for part in range(2):
+            step.micro(tokens_of(config, 2 * number + part))
+        losses.append(step.update(1e-3).result())
+    return losses, [to_host(x) for x in tree.leaves(step.trainable)]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_graphs_eager_recomputation_and_repetition_give_the_same_bits(lora):
+    import cupy
+
+    device, config = choose_device("cuda"), four_layers("qwen3-0.6b")
+    with cupy.cuda.Stream(non_blocking=True):
+        losses, weights = run(device, config, graphs=True, lora=lora, recompute="none")
+        assert losses[2].loss < losses[0].loss and all(r.applied for r in losses)
+        for graphs, recompute in [
+            (True, "none"),
+            (False, "none"),
+            (True, "block"),
+            (True, "selective"),
+        ]:
+            again, other = run(device, config, graphs=graphs, lora=lora, recompute=recompute)
+            assert again == losses, (graphs, recompute)
+            for a, b in zip(weights, other, strict=True):
+                same_bits(a, b)

@@ -1,0 +1,319 @@
+"""Predicted memory against the arrays that the same step really makes.
+
+On a card: the step runs with its kernels and products left out, and every array that it makes is
+counted until it dies, so that the walk must agree to the byte. On the host: NumPy's own peak.
+"""
+
+import gc
+import tracemalloc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from surogate.device import Device
+from surogate.kernels import arrays, matmul, tree
+from surogate.kernels.arrays import BF16, F32, Backend
+from surogate.kernels.batch import batch_of
+from surogate.kernels.cublaslt import WORKSPACE_BYTES
+from surogate.models import dense
+from surogate.models.blocks import Settings
+from surogate.models.config import ModelConfig, count, from_hf
+from surogate.models.init import init_model
+from surogate.models.lora import LoraSpec, init_adapter
+from surogate.models.memory import memory_of, parameter_counts
+from surogate.models.pool import Event, Pool
+from surogate.models.registry import MODELS, hf_config, lookup
+from surogate.models.walk import CARD, HOST, Walk, Work
+from surogate.optim.adamw import AdamWConfig
+from surogate.step import StepOptions, TrainStep
+
+POLICIES = ("none", "selective", "block")
+ALL, SOME = ("all",), ("q_proj", "v_proj", "up_proj", "down_proj")
+TOKENS, LONGEST = 200, 100
+
+
+def tiny(name: str, **sizes: Any) -> ModelConfig:
+    """A published architecture at a small size; every width is another number."""
+    small = dict(
+        vocab_size=1000,
+        hidden_size=96,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+    return from_hf(hf_config(name) | small | sizes)
+
+
+QWEN3 = tiny("Qwen3-8B")
+TIED = tiny("Qwen3-0.6B")
+QWEN2 = tiny("Qwen2.5-7B", hidden_size=256, max_window_layers=3)
+LLAMA = tiny("Llama-3.2-1B", num_hidden_layers=1)
+
+
+class Tracker:
+    """Counts arrays from birth to death, each rounded up to 512 bytes."""
+
+    def __init__(self) -> None:
+        self.live = self.peak = self.number = 0
+        self.events: list[Event] = []
+
+    def add(self, array: np.ndarray) -> np.ndarray:
+        size, key = -(-array.nbytes // 512) * 512, str(self.number)
+        self.number += 1
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        self.events.append(Event(key, size))
+        weakref.finalize(array, self._remove, key, size)
+        return array
+
+    def _remove(self, key: str, size: int) -> None:
+        self.live -= size
+        self.events.append(Event(key, None))
+
+    def most(self, run: Any, *args: Any, **settings: Any) -> int:
+        """The most bytes beside those alive before, while ``run`` runs."""
+        before = self.peak = self.live
+        self.events.clear()
+        run(*args, **settings)
+        assert self.live == before
+        return self.peak - before
+
+
+@pytest.fixture
+def card(monkeypatch) -> Tracker:
+    """Ops take the way of a card, but compute nothing, and their arrays are tracked."""
+    tracker, plain_zeros = Tracker(), np.zeros
+    monkeypatch.setattr(Backend, "launch", lambda *a: None)
+    monkeypatch.setattr(matmul, "_host", lambda *a: None)
+    monkeypatch.setattr(arrays, "_filled", lambda s, d, like: tracker.add(np.empty(s, d)))
+    monkeypatch.setattr(np, "zeros", lambda *a, **k: tracker.add(plain_zeros(*a, **k)))
+    return tracker
+
+
+def work_of(
+    config: ModelConfig, targets: tuple[str, ...], layout: Any, recompute: Any, chunk: int | None
+) -> Work:
+    low = layout.compute == BF16
+    return Work(
+        config=config,
+        lora=LoraSpec.of(4, 8, targets) if targets else None,
+        layout=layout,
+        tokens=TOKENS,
+        longest=LONGEST,
+        recompute=recompute,
+        chunk=chunk,
+        gradient_dtype=BF16 if low and not targets else F32,
+        moment_dtype=F32,
+        masters=low and bool(targets),
+    )
+
+
+def step_of(work: Work) -> TrainStep:
+    """The training step that ``work`` describes, with a batch in place."""
+    compute = work.layout.compute
+    device = Device("cpu", "here", np, compute)
+    model = init_model(work.config, 0, compute)
+    adapter = None if work.lora is None else init_adapter(work.config, work.lora, 0, compute)
+    options = StepOptions(
+        tokens=work.tokens,
+        recompute=work.recompute,
+        chunk=work.chunk,
+        gradient_dtype=work.gradient_dtype,
+        max_grad_norm=1.0,
+        graphs=False,
+        longest=work.longest,
+    )
+    optimizer = AdamWConfig(master_dtype="float32" if work.masters else "bfloat16")
+    settings = Settings(work.config, work.lora)
+    step = TrainStep(device, model, adapter, settings, optimizer, options)
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, work.config.vocab, work.tokens).astype(np.int32)
+    step._feed.write(batch_of(tokens, [work.longest] * (work.tokens // work.longest)))
+    return step
+
+
+def forward(step: TrainStep) -> Any:
+    return dense.hidden_fwd(
+        step.model,
+        step.adapter,
+        step._feed.batch,
+        table=step._table,
+        settings=step.settings,
+        recompute=step.options.recompute,
+    )
+
+
+def loss(step: TrainStep) -> None:
+    dense.loss_fwd(
+        step.model,
+        step.adapter,
+        step._feed.batch,
+        table=step._table,
+        settings=step.settings,
+        chunk=step.options.chunk,
+    )
+
+
+def whole_step(step: TrainStep) -> None:
+    step._run_micro(None)
+    step.update(1e-3)
+    loss(step)
+
+
+def held(*trees: Any) -> int:
+    """Bytes of a tree's arrays in CuPy's pool."""
+    return sum(-(-leaf.nbytes // 512) * 512 for leaf in tree.leaves(trees))
+
+
+@pytest.mark.parametrize("recompute", POLICIES)
+@pytest.mark.parametrize(
+    "config,targets,chunk",
+    [
+        (QWEN3, (), None),
+        (QWEN3, ALL, 64),  # the head in chunks
+        (TIED, (), 7),
+        (TIED, SOME, None),  # adapters of parts of a stacked matrix
+        (QWEN2, (), None),  # biases
+        (LLAMA, (), 64),  # one layer, no norm of q and k
+    ],
+)
+def test_a_micro_batch_on_a_card_is_exact(card, config, targets, chunk, recompute):
+    work = work_of(config, targets, CARD, recompute, chunk)
+    step, walk = step_of(work), Walk(work)
+    kept, peaks = walk.micro(), walk.ledger.peaks
+    before = card.live
+    hidden, res = forward(step)
+    assert card.live - before - held(hidden) == kept
+    del hidden, res
+    assert card.most(forward, step) == peaks["forward"]
+    assert card.most(step._run_micro, None) == max(peaks.values())
+    pool = Pool()
+    for _ in range(2):
+        pool.run(list(card.events))
+    memory = memory_of(work, graphs=True, evaluates=False)
+    assert memory.peak + memory.gaps == pool.held
+    assert card.most(loss, step) == walk.evaluation()
+
+
+@pytest.mark.parametrize("targets", [(), ALL, SOME])
+def test_what_stays_on_a_card_is_exact(card, targets):
+    work = work_of(QWEN3, targets, CARD, "block", None)
+    step = step_of(work)
+    memory = memory_of(work, graphs=True, evaluates=False)
+    assert memory.weights == held(step.model)
+    assert memory.adapter == (held(step.adapter) if targets else 0)
+    assert memory.gradients == held(step.grads)
+    assert memory.optimizer == held(step.state.m, step.state.v, step.state.master)
+    tables = [table.tensors for table in step._plan.tables] + [t for _, t in step._norms.tensors]
+    partial = card.most(step._run_update)
+    known = held(step._feed._rows, step._table, *[(t.rows, t.chunk_tensor) for t in tables])
+    # Besides: a few arrays of one to five numbers.
+    assert abs(memory.workspace - WORKSPACE_BYTES - known - partial) <= 8 * 512
+
+
+@pytest.mark.parametrize("recompute", POLICIES)
+@pytest.mark.parametrize(
+    "config,targets,chunk",
+    [
+        (tiny("Qwen3-8B", hidden_size=256, intermediate_size=768), (), None),
+        (tiny("Qwen3-8B", hidden_size=256, intermediate_size=768), ALL, None),
+        (tiny("Llama-3.2-1B", hidden_size=256, vocab_size=4096), (), 64),
+        (tiny("Qwen2.5-7B", hidden_size=256, vocab_size=4096, max_window_layers=3), SOME, 64),
+    ],
+)
+def test_the_total_on_the_host_is_within_5_percent(monkeypatch, config, targets, chunk, recompute):
+    monkeypatch.setattr(Backend, "poison", False)
+    work = work_of(config, targets, HOST, recompute, chunk)
+    work = work._replace(tokens=512, longest=256)
+    whole_step(step_of(work))  # what is imported and compiled once is not the step's
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        whole_step(step_of(work))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    predicted = memory_of(work, graphs=False, evaluates=True).total
+    assert predicted == pytest.approx(peak - before, rel=0.05)
+
+
+def test_policies_keep_less_and_less():
+    kept = [
+        memory_of(work_of(QWEN3, (), CARD, p, None), graphs=True, evaluates=False) for p in POLICIES
+    ]
+    assert kept[0].activations > kept[1].activations > kept[2].activations
+    assert kept[0].total > kept[1].total > kept[2].total
+
+
+def test_an_evaluation_lies_beside_a_recorded_step_only():
+    work = work_of(QWEN3, (), CARD, "none", None)
+    recorded = memory_of(work, graphs=True, evaluates=True)
+    assert recorded.evaluation >= Walk(work).evaluation()
+    assert memory_of(work, graphs=False, evaluates=True).evaluation < recorded.evaluation
+    assert memory_of(work, graphs=True, evaluates=False).evaluation == 0
+
+
+def test_memory_of_405b_allocates_nothing(monkeypatch):
+    def refuse(*args: Any, **settings: Any) -> None:
+        raise AssertionError(f"an array was made: {args}")
+
+    for name in ("empty", "zeros", "ones", "arange"):
+        monkeypatch.setattr(np, name, refuse)
+    work = work_of(lookup("Llama-3.1-405B"), ALL, CARD, "none", None)
+    memory = memory_of(work, graphs=True, evaluates=True)
+    assert memory.weights >= 2 * 405_853_388_800
+
+
+def test_cudnn_scratch_stays_below_its_limit():
+    base = work_of(lookup("Qwen3-8B"), ALL, CARD, "none", None)
+    for tokens, longest, expected in (
+        (16384, 2048, 2 << 30),  # all heads at once
+        (16384, 4096, 2 << 30),  # two groups
+        (65536, 65536, 0),  # one kv head and its queries are too many
+    ):
+        work = base._replace(tokens=tokens, longest=longest)
+        assert memory_of(work, graphs=True, evaluates=False).attention == expected
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_counts_add_up(name):
+    config = lookup(name)
+    counts = parameter_counts(config, None)
+    assert counts.total == counts.trained == count(config)
+    assert (counts.head == 0) == config.tied
+    assert counts.embedding == config.vocab * config.hidden
+    assert counts.mlp == 3 * config.layers * config.hidden * config.ffn
+
+
+def test_counts_of_an_adapter():
+    spec = LoraSpec.of(8, 16, ["q_proj", "down_proj"])
+    counts = parameter_counts(QWEN3, spec)
+    q = QWEN3.hidden + QWEN3.q_rows
+    assert counts.adapter == counts.trained == 8 * QWEN3.layers * (q + QWEN3.ffn + QWEN3.hidden)
+
+
+def test_pool_takes_the_smallest_chunk_and_splits_it():
+    pool = Pool()
+    pool.run([Event("a", 4096), Event("b", 2048), Event("a", None), Event("b", None)])
+    pool.run([Event("c", 1024), Event("d", 1024), Event("e", 4096)])
+    assert pool.held == 4096 + 2048
+
+
+def test_pool_joins_neighbours():
+    pool = Pool()
+    pool.run([Event("a", 4096), Event("a", None)])
+    pool.run([Event(k, 1024) for k in "bcde"])
+    pool.run([Event(k, None) for k in "bdce"])
+    pool.run([Event("f", 4096)])
+    assert pool.held == 4096
+
+
+def test_pool_grows_when_small_arrays_take_a_large_place():
+    pool = Pool()
+    pool.run([Event("a", 4096), Event("a", None), Event("b", 512), Event("c", 4096)])
+    assert pool.held == 8192
