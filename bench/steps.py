@@ -26,19 +26,27 @@ from surogate.models.lora import LoraSpec, init_adapter
 from surogate.models.names import build
 from surogate.models.registry import lookup
 from surogate.models.tree import Model
+from surogate.models.widen import Put, making_room
 from surogate.optim.adamw import AdamWConfig
 from surogate.step import StepOptions, TrainStep
 from surogate.train import stream_of
 
 
-def random_model(config: ModelConfig, device: Device, dtype: Any = BF16) -> Model:
-    """Weights drawn on the device: norms 1, the rest normal(0, 0.02)."""
+def random_model(
+    config: ModelConfig,
+    device: Device,
+    dtype: Any = BF16,
+    put: Put = lambda path, array: array,
+) -> Model:
+    """Weights drawn on the device: norms 1, the rest normal(0, 0.02). The tree holds what ``put``
+    makes of each path and array.
+    """
     library = device.library
     library.random.seed(0)
 
     def make(field: Any) -> Any:
         if field.path.endswith("norm"):
-            return library.ones(field.shape, np.float32).astype(dtype)
+            return put(field.path, library.ones(field.shape, np.float32).astype(dtype))
         size = int(np.prod(field.shape))
         out = library.empty(size, dtype)
         for begin in range(0, size, 1 << 27):  # in pieces: the float32 draw is twice the weight
@@ -46,7 +54,7 @@ def random_model(config: ModelConfig, device: Device, dtype: Any = BF16) -> Mode
             part[...] = library.random.standard_normal(part.size, dtype=np.float32) * np.float32(
                 0.02
             )
-        return out.reshape(field.shape)
+        return put(field.path, out.reshape(field.shape))
 
     return build(config, make)
 
@@ -83,8 +91,9 @@ def batches(config: ModelConfig, args: argparse.Namespace) -> list[Batch]:
 def build_step(args: argparse.Namespace, device: Device) -> tuple[TrainStep, ModelConfig]:
     """The step of a case."""
     config = lookup(args.model)
-    model = random_model(config, device)
     lora = LoraSpec.of(args.rank, 2 * args.rank, ["all"]) if args.mode == "lora" else None
+    put: Put = lambda path, array: array  # noqa: E731
+    model = random_model(config, device, put=making_room(put, config, lora) if lora else put)
     adapter = device.put(init_adapter(config, lora, 0, BF16)) if lora else None
     optimizer = AdamWConfig(master_dtype="float32" if lora else "bfloat16")
     options = StepOptions(

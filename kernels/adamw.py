@@ -54,6 +54,10 @@ SOURCE = Source(
 )
 
 
+# Tensors of fewer elements in all are cut finer, so that the last blocks do not wait for each other.
+FEW_ELEMENTS, FINE_CHUNK = 1 << 26, CHUNK // 4
+
+
 class AdamWLeaf(NamedTuple):
     """One tensor, its gradient and its optimizer state: C-contiguous arrays of one shape.
 
@@ -94,10 +98,11 @@ def adamw_scalars(
     return out
 
 
-def adamw_table(leaves: Sequence[AdamWLeaf], *, chunk: int = CHUNK) -> AdamWTable:
+def adamw_table(leaves: Sequence[AdamWLeaf], *, chunk: int | None = None) -> AdamWTable:
     """Checks the leaves and, on the card, writes down their addresses.
 
-    Raises ValueError when shapes or dtypes disagree within a leaf, or dtypes between leaves.
+    ``chunk`` is how many elements a block takes, without effect on the result. Raises ValueError
+    when shapes or dtypes disagree within a leaf, or dtypes between leaves.
     """
     require(len(leaves) > 0, "adamw_table: leaves must not be empty")
     for leaf in leaves:
@@ -109,6 +114,8 @@ def adamw_table(leaves: Sequence[AdamWLeaf], *, chunk: int = CHUNK) -> AdamWTabl
         )
     if not on_device(leaves[0].param):
         return AdamWTable(tuple(leaves), None)
+    if chunk is None:
+        chunk = FINE_CHUNK if sum(x.param.size for x in leaves) < FEW_ELEMENTS else CHUNK
     rows = [
         (x.param, x.grad, x.m, x.v, x.master, int(x.decay), x.tensor & 0xFFFFFFFF, x.first)
         for x in leaves

@@ -36,9 +36,8 @@ def forward(
     }
     if attention_hopper.supported(q):
         candidates["hopper"] = lambda: attention_hopper.forward(*arguments)
-    common: Any = {"scale": scale, "window": window}
     if rows is not None:
-        common["documents"] = attention_cudnn.Rows(rows)
+        common: Any = {"rows": rows, "scale": scale, "window": window}
         if attention_cudnn.supported(q, k, v, sinks, **common):
             candidates["cudnn"] = lambda: attention_cudnn.forward(q, k, v, **common)
     return candidates[_choice("forward", candidates, q, k, v, sinks, window, rows)]()
@@ -49,19 +48,17 @@ def backward(res: Any, do: Array, dq: Array, dk: Array, dv: Array, into: Any) ->
     grads = (dq, dk, dv)
     if Backend.launch is not None:
         return attention_mma.sinks_gradient(res, attention_mma.backward(res, do, *grads), into)
-    candidates: dict[str, Callable[[], Array | None]] = {
+    # Each returns what the gradient of the sinks is made from, but cuDNN, which takes no sinks.
+    candidates: dict[str, Callable[[], Any]] = {
         "mma": lambda: attention_mma.backward(res, do, *grads)
     }
     if attention_hopper.supported(do):
         candidates["hopper"] = lambda: attention_hopper.backward(res, do, *grads)
     if res.rows is not None:
-        documents = attention_cudnn.Rows(res.rows)
-        common: Any = {"documents": documents, "scale": res.scale, "window": res.window}
+        common: Any = {"rows": res.rows, "scale": res.scale, "window": res.window}
         arrays = (res.q, res.k, res.v, res.sinks)
         if attention_cudnn.supported(*arrays, backward=True, **common):
-            candidates["cudnn"] = lambda: attention_cudnn.backward(
-                res, do, *grads, documents=documents
-            )
+            candidates["cudnn"] = lambda: attention_cudnn.backward(res, do, *grads, rows=res.rows)
     name = _choice("backward", candidates, *arrays_of(res), res.window, res.rows)
     stats = candidates[name]()
     return None if res.sinks is None else attention_mma.sinks_gradient(res, stats, into)

@@ -1,15 +1,14 @@
-"""Attention through cuDNN: what attention.py computes, for whole rows or for tables of documents.
+"""Attention through cuDNN: what attention.py computes, where all documents are equally long rows.
 
-Two kinds of plans. ``Rows``: every document is a whole row, all rows are as long. Tables
-(documents.py): documents of any length, read through offsets that lie on the card, so that one
-captured graph serves every batch. Arrays are read and written where they lie, whatever the distance
-of their tokens. o and lse are those of attention.py, so that either's forward goes with either's
-backward.
+Arrays are read and written where they lie, whatever the distance of their tokens. o and lse are
+those of attention.py, so that either's forward goes with either's backward.
 
-The backward is cuDNN's deterministic one. Before cuDNN 9.25 it holds all of dS on Hopper: batch *
-heads * longest^2 * 2 bytes of scratch memory, where batch counts a table's rows, empty or not.
-Where that passes ``scratch_limit``, heads run in groups, one after the other; where even one group
-does not fit, ``supported`` says so. ``size_classes`` bounds it for tables.
+The backward is cuDNN's deterministic one. Before cuDNN 9.25 it holds all of dS on Hopper: heads *
+tokens * row length * 2 bytes of scratch memory. Where that passes ``scratch_limit``, heads run in
+groups, one after the other; where even one group does not fit, ``supported`` says so.
+
+Documents of different lengths are for our own kernels. On an H200, cuDNN took twice their time when
+it read documents through tables of offsets, and the numbers were wrong.
 """
 
 from typing import Any, NamedTuple
@@ -20,22 +19,12 @@ from jaxtyping import Float, Float32
 from surogate.kernels import attention_plans as plans
 from surogate.kernels.arrays import BF16, Array, empty, require
 from surogate.kernels.attention_plans import Problem, Strides
-from surogate.kernels.documents import DocumentTable
 from surogate.kernels.nvrtc import THREADS, Source
 
 HEAD_DIMS = (64, 128, 256)
-OLDEST = 91801  # 9.18.1: earlier ones leave NaN in gradients of documents, or are not deterministic
+OLDEST = 91801  # 9.18.1: earlier ones leave NaN in gradients, or are not deterministic
 SCRATCH_BYTES = 2 << 30
 SOURCE = Source("attention_cudnn", {"attention_stats": [("true",), ("false",)]})
-
-
-class Rows(NamedTuple):
-    """Every document is a whole row; ``rows`` of them, equally long."""
-
-    rows: int
-
-
-Documents = Rows | tuple[DocumentTable, ...]
 
 
 class Support(NamedTuple):
@@ -46,16 +35,6 @@ class Support(NamedTuple):
 
     def __bool__(self) -> bool:
         return self.ok
-
-
-def token_strides(heads: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    """The strides that a table needs for attention in a model's layer.
-
-    q and k are in one buffer and v in the fused projection; o and do are on their own; dq, dk and
-    dv share a buffer as large as the projection; and the statistics have an element a head.
-    """
-    widths = (heads + kv_heads, heads + 2 * kv_heads, heads)
-    return tuple(dict.fromkeys((*(width * head_dim for width in widths), heads)))
 
 
 def available() -> Support:
@@ -80,18 +59,17 @@ def supported(
     v: Float[Array, "tokens kv_heads head_dim"],
     sinks: Float[Array, " heads"] | None = None,
     *,
-    documents: Documents,
+    rows: int,
     scale: float,
     window: int | None = None,
     backward: bool = False,
-    deterministic: bool = True,
     scratch_limit: int = SCRATCH_BYTES,
 ) -> Support:
     """Whether ``forward`` (or ``backward``) takes these arrays and settings on the current card.
 
-    Builds the plan, and so asks cuDNN itself. For a backward, do is taken to be contiguous and the
-    gradients to share a buffer, as in attention_bwd. Raises what ``forward`` raises, but for what
-    it refuses.
+    ``rows`` is how many documents there are, all equally long. Builds the plan, and so asks cuDNN
+    itself. For a backward, do is taken to be contiguous and the gradients to share a buffer, as in
+    attention_bwd. Raises what ``forward`` raises, but for what it refuses.
     """
     reason = _why_not(q, sinks)
     if reason:
@@ -100,15 +78,12 @@ def supported(
     if not library:
         return library
     arrays = dict(q=q, k=k, v=v)
-    problem = _problem(arrays, scale, window, scratch_limit, backward, deterministic)
-    scratch, parts = 0, 1
-    for each, _ in _split(problem, documents):
-        plan = plans.plan_of(each)
-        if isinstance(plan, str):
-            return Support(False, plan)
-        scratch, parts = max(scratch, plan.scratch), max(parts, plan.parts)
-    groups = f" in {parts} groups of heads" if parts > 1 else ""
-    return Support(True, f"{library.reason}, {scratch / 2**20:.0f} MiB of scratch memory{groups}")
+    plan = plans.plan_of(_problem(arrays, rows, scale, window, scratch_limit, backward))
+    if isinstance(plan, str):
+        return Support(False, plan)
+    groups = f" in {plan.parts} groups of heads" if plan.parts > 1 else ""
+    scratch = f"{plan.scratch / 2**20:.0f} MiB of scratch memory"
+    return Support(True, f"{library.reason}, {scratch}{groups}")
 
 
 def forward(
@@ -116,16 +91,16 @@ def forward(
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
     *,
-    documents: Documents,
+    rows: int,
     scale: float,
     window: int | None = None,
     scratch_limit: int = SCRATCH_BYTES,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "heads tokens"]]:
     """Returns o and lse, as attention_fwd keeps them.
 
-    Raises ValueError for what ``supported`` refuses and for arrays that do not fit ``documents``,
-    ImportError without cuDNN's frontend, and RuntimeError for a problem or a stream that is new
-    while that stream is being captured.
+    Raises ValueError for what ``supported`` refuses and for tokens that do not make ``rows`` equal
+    rows, ImportError without cuDNN's frontend, and RuntimeError for a problem or a stream that is
+    new while that stream is being captured.
     """
     tokens, heads, _ = q.shape
     reason = _why_not(q, None)
@@ -135,12 +110,11 @@ def forward(
     if tokens == 0:
         return o, lse
     arrays = dict(q=q, k=k, v=v, o=o)
-    work = _split(_problem(arrays, scale, window, scratch_limit, False, True), documents)
-    first = work[0][0]
-    stats = lse if _is_ours(first) else empty((heads * tokens,), np.float32, like=q)
-    _run(work, {**arrays, "stats": stats})
-    if stats is not lse:
-        _move_stats(lse, stats, first, to_cudnn=False)
+    problem = _problem(arrays, rows, scale, window, scratch_limit, backward=False)
+    stats = lse if rows == 1 else empty((heads * tokens,), np.float32, like=q)
+    _run(problem, {**arrays, "stats": stats})
+    if rows > 1:
+        _move_stats(lse, stats, rows, heads, to_cudnn=False)
     return o, lse
 
 
@@ -151,27 +125,25 @@ def backward(
     dk: Float[Array, "tokens kv_heads head_dim"],
     dv: Float[Array, "tokens kv_heads head_dim"],
     *,
-    documents: Documents,
-    deterministic: bool = True,
+    rows: int,
     scratch_limit: int = SCRATCH_BYTES,
 ) -> None:
     """Writes the gradients of q, k and v. ``res`` are AttentionResiduals, from either's forward.
 
-    dq, dk and dv may be views of one buffer. Without ``deterministic``, sums are in the order of
-    arrival, and two runs differ. Raises what ``forward`` raises.
+    dq, dk and dv may be views of one buffer. Two runs give the same bits. Raises what ``forward``
+    raises.
     """
     reason = _why_not(do, res.sinks)
     require(not reason, reason)
     if len(do) == 0:
         return
     arrays = dict(q=res.q, k=res.k, v=res.v, o=res.o, do=do, dq=dq, dk=dk, dv=dv)
-    problem = _problem(arrays, res.scale, res.window, scratch_limit, True, deterministic)
-    work = _split(problem, documents)
-    first, stats = work[0][0], res.lse
-    if not _is_ours(first):
+    problem = _problem(arrays, rows, res.scale, res.window, scratch_limit, backward=True)
+    stats = res.lse
+    if rows > 1:
         stats = empty((res.lse.size,), np.float32, like=do)
-        _move_stats(stats, res.lse, first, to_cudnn=True)
-    _run(work, {**arrays, "stats": stats})
+        _move_stats(stats, res.lse, rows, do.shape[1], to_cudnn=True)
+    _run(problem, {**arrays, "stats": stats})
 
 
 def _why_not(q: Array, sinks: Array | None) -> str:
@@ -188,16 +160,20 @@ def _why_not(q: Array, sinks: Array | None) -> str:
 
 def _problem(
     arrays: dict[str, Array],
+    rows: int,
     scale: float,
     window: int | None,
     scratch_limit: int,
     backward: bool,
-    deterministic: bool,
 ) -> Problem:
-    """The problem of arrays by name, before it is known how documents lie in them."""
+    """The problem of arrays by name."""
     q = arrays["q"]
     tokens, heads, head_dim = q.shape
-    kv_heads = arrays["k"].shape[1]
+    require(
+        rows >= 1 and tokens % rows == 0,
+        f"attention: {tokens} tokens are not {rows} equal rows: leave them to our kernels",
+    )
+    seq, kv_heads = tokens // rows, arrays["k"].shape[1]
     own, fused = heads * head_dim, (heads + 2 * kv_heads) * head_dim
     strides = Strides(0, 0, 0, o=own)
     if backward:
@@ -206,54 +182,23 @@ def _problem(
     return Problem(
         device=plans.state.card.device_of(q),
         backward=backward,
-        deterministic=deterministic,
-        ragged=False,
-        batch=1,
-        seq=tokens,
-        tokens=tokens,
+        rows=rows,
+        seq=seq,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         strides=strides,
         scale=float(scale),
-        window=window,
+        window=None if window is None or window >= seq else window,
         scratch_limit=scratch_limit,
     )
 
 
-def _split(problem: Problem, documents: Documents) -> list[tuple[Problem, DocumentTable | None]]:
-    """One problem for rows, one for each table."""
-    tokens, window = problem.tokens, problem.window
-    work: list[tuple[Problem, DocumentTable | None]] = []
-    if isinstance(documents, Rows):
-        rows = documents.rows
-        require(
-            rows >= 1 and tokens % rows == 0,
-            f"attention: {tokens} tokens are not {rows} equal rows: pass tables of documents",
-        )
-        work = [(problem._replace(batch=rows, seq=tokens // rows), None)]
-    else:
-        require(
-            len(documents) > 0 and all(table.tokens == tokens for table in documents),
-            f"attention: needs tables of {tokens} tokens, got {[t.tokens for t in documents]}",
-        )
-        for table in documents:
-            # cuDNN takes no sequences of one token at most; a longer bound changes nothing.
-            seq = max(2, min(table.size.longest, tokens))
-            batch = table.size.max_documents
-            work.append((problem._replace(ragged=True, batch=batch, seq=seq), table))
-    return [
-        (each._replace(window=None if window is None or window >= each.seq else window), table)
-        for each, table in work
-    ]
-
-
-def _run(work: list[tuple[Problem, DocumentTable | None]], arrays: dict[str, Array]) -> None:
-    for problem, table in work:
-        plan = plans.plan_of(problem)
-        if isinstance(plan, str):
-            raise ValueError(plan)
-        plan.run(arrays, table)
+def _run(problem: Problem, arrays: dict[str, Array]) -> None:
+    plan = plans.plan_of(problem)
+    if isinstance(plan, str):
+        raise ValueError(plan)
+    plan.run(arrays)
 
 
 def _stride(name: str, x: Array) -> int:
@@ -268,19 +213,22 @@ def _stride(name: str, x: Array) -> int:
     return x.strides[0] // size
 
 
-def _is_ours(problem: Problem) -> bool:
-    """Whether cuDNN's statistics lie as attention.py's."""
-    return not problem.ragged and problem.batch == 1
-
-
-def _move_stats(out: Array, source: Array, problem: Problem, *, to_cudnn: bool) -> None:
-    row_tokens = problem.tokens if problem.ragged else problem.seq
+def _move_stats(
+    out: Float32[Array, "..."],
+    source: Float32[Array, "..."],
+    rows: int,
+    heads: int,
+    *,
+    to_cudnn: bool,
+) -> None:
+    """Copies statistics from our layout into cuDNN's, or back."""
+    tokens = out.size // heads
     SOURCE.launch(
         "attention_stats",
         (str(to_cudnn).lower(),),
-        -(-problem.tokens * problem.heads // THREADS),
+        -(-out.size // THREADS),
         THREADS,
-        [out, source, problem.tokens, problem.heads, row_tokens, problem.ragged],
+        [out, source, tokens, heads, tokens // rows],
     )
 
 

@@ -1,4 +1,4 @@
-"""Attention on Hopper (sm_90a): the kernels that attention.py launches there for head_dim 128.
+"""Attention on Hopper (sm_90a): the kernels that attention.py may launch there.
 
 What they compute stands in attention.py; how, at the head of each .cu file. Both directions cost
 what the lengths of the documents cost: work is cut by tokens, and a tile reads from the first key
@@ -34,10 +34,11 @@ class Tiles:
     dq_stages: tuple[int, int]  # of keys, of values
     rows: int  # dkdv walks over rows of queries
     dkdv_stages: int
+    turns: bool = True  # of forward's two warpgroups to issue products
 
     @property
     def forward(self) -> tuple[str, ...]:
-        return _types(self.head_dim, self.keys, self.forward_stages, "true")
+        return _types(self.head_dim, self.keys, self.forward_stages, str(self.turns).lower())
 
     @property
     def forward_shared(self) -> int:
@@ -66,7 +67,8 @@ def _types(*values: int | str) -> tuple[str, ...]:
 
 
 TILES = {
-    128: Tiles(head_dim=128, keys=128, forward_stages=2, dq_stages=(3, 2), rows=64, dkdv_stages=4)
+    64: Tiles(head_dim=64, keys=128, forward_stages=3, dq_stages=(4, 3), rows=64, dkdv_stages=6),
+    128: Tiles(head_dim=128, keys=128, forward_stages=2, dq_stages=(3, 2), rows=64, dkdv_stages=4),
 }
 
 FORWARD = Source(

@@ -149,6 +149,11 @@ def backward(res: Any, do: Array, dq: Array, dk: Array, dv: Array) -> Array:
     """
     tokens, heads, head_dim = do.shape
     kv_heads, tiles = res.k.shape[1], _tiles(do, head_dim)
+    require(
+        dq.strides == dk.strides == dv.strides,
+        f"attention: dq, dk and dv must lie in one buffer, got strides {dq.strides}, {dk.strides} "
+        f"and {dv.strides}",
+    )
     padded = -(-tokens // PADDING) * PADDING
     stats = empty((heads, padded, 2), np.float32, like=do)
     if tokens == 0:

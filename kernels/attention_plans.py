@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from surogate.kernels.arrays import require
-from surogate.kernels.documents import DocumentTable
 
 INSTALL = "install surogate[cuda13], or surogate[cuda12] for an older driver"
 
@@ -33,11 +32,8 @@ class Problem(NamedTuple):
 
     device: int
     backward: bool
-    deterministic: bool
-    ragged: bool  # documents through a table
-    batch: int  # rows; with a table, those of the table
-    seq: int  # tokens of a row; of the longest document of the table
-    tokens: int
+    rows: int
+    seq: int  # tokens of a row
     heads: int
     kv_heads: int
     head_dim: int
@@ -50,18 +46,14 @@ class Problem(NamedTuple):
         """Heads of an array."""
         return self.kv_heads if name in ("k", "v", "dk", "dv") else self.heads
 
-    def stride_of(self, name: str) -> int:
-        """Elements from a token to the next; of the statistics, in a table's problem."""
-        return self.heads if name == "stats" else getattr(self.strides, name)
-
     def layout(self, name: str, parts: int) -> tuple[list[int], list[int]]:
         """Sizes and strides of one of ``parts`` groups of heads, in cuDNN's order of axes."""
-        heads, stride = self.heads_of(name) // parts, self.stride_of(name)
-        if name != "stats":
-            sizes = [self.batch, heads, self.seq, self.head_dim]
-            return sizes, [self.seq * stride, self.head_dim, stride, 1]
-        by_head, by_token = (1, self.heads) if self.ragged else (self.seq, 1)
-        return [self.batch, heads, self.seq, 1], [self.seq * self.heads, by_head, by_token, 1]
+        heads = self.heads_of(name) // parts
+        if name == "stats":
+            return [self.rows, heads, self.seq, 1], [self.heads * self.seq, self.seq, 1, 1]
+        stride = getattr(self.strides, name)
+        sizes = [self.rows, heads, self.seq, self.head_dim]
+        return sizes, [self.seq * stride, self.head_dim, stride, 1]
 
     def group_bytes(self, name: str, parts: int) -> int:
         """Bytes from a group of heads to the next."""
@@ -132,25 +124,18 @@ class Plan:
     parts: int
     scratch: int  # bytes
     tensors: dict[str, int]  # cuDNN's number of each array
-    offsets: dict[str, int]  # and of its offsets, with a table
-    lengths: tuple[int, ...]
 
-    def run(self, arrays: dict[str, Any], table: DocumentTable | None) -> None:
+    def run(self, arrays: dict[str, Any]) -> None:
         """Launches it on the current stream."""
         address, stream, device = state.card.address, state.card.stream(), self.problem.device
         scratch, handle = _scratch_of(device, stream, self.scratch), state.handles[device]
         library().set_stream(handle=handle, stream=stream.ptr)
-        pack: dict[int, int] = {}
-        if table is not None:
-            for name, number in self.offsets.items():
-                pack[number] = address(table.offsets_of(self.problem.stride_of(name)))
-            pack |= dict.fromkeys(self.lengths, address(table.lengths))
         steps = [
             (number, address(arrays[name]), self.problem.group_bytes(name, self.parts))
             for name, number in self.tensors.items()
         ]
         for part in range(self.parts):
-            pack |= {number: first + part * step for number, first, step in steps}
+            pack = {number: first + part * step for number, first, step in steps}
             self.graph.execute(pack, scratch, handle=handle)
 
 
@@ -221,8 +206,8 @@ def _new_plan(problem: Problem) -> Plan | str:
             return plan
         scratch, least = plan.scratch, -(-plan.scratch * parts // limit)
     return (
-        f"attention: cuDNN's {'backward' if problem.backward else 'forward'} of {problem.batch} "
-        f"documents of up to {problem.seq} tokens takes {scratch / 2**30:.1f} GiB of scratch "
+        f"attention: cuDNN's {'backward' if problem.backward else 'forward'} of {problem.rows} "
+        f"rows of {problem.seq} tokens takes {scratch / 2**30:.1f} GiB of scratch "
         f"memory, over the limit of {limit / 2**30:.1f} GiB"
     )
 
@@ -239,41 +224,22 @@ class _Drawing:
             handle=state.handles[problem.device],
         )
         self.tensors: dict[str, Any] = {}
-        self.offsets: dict[str, Any] = {}
-        self.lengths: dict[str, Any] = {}
-        if problem.ragged:
-            self.lengths = {
-                name: self._column(name, problem.batch, self.kinds.INT32)
-                for name in ("seq_len_q", "seq_len_kv")
-            }
-
-    def _column(self, name: str, size: int, kind: Any) -> Any:
-        sizes, strides = [size, 1, 1, 1], [1, 1, 1, 1]
-        return self.graph.tensor(name=name, dim=sizes, stride=strides, data_type=kind)
 
     def _kind(self, name: str) -> Any:
         return self.kinds.FLOAT if name == "stats" else self.kinds.BFLOAT16
-
-    def _keep(self, name: str, tensor: Any) -> None:
-        self.tensors[name] = tensor
-        if self.problem.ragged:
-            rows = self.problem.batch + 1
-            offsets = self._column(f"offsets of {name}", rows, self.kinds.INT64)
-            self.offsets[name] = offsets
-            tensor.set_ragged_offset(offsets)
 
     def given(self, name: str) -> Any:
         """Declares an input."""
         sizes, strides = self.problem.layout(name, self.parts)
         tensor = self.graph.tensor(name=name, dim=sizes, stride=strides, data_type=self._kind(name))
-        self._keep(name, tensor)
+        self.tensors[name] = tensor
         return tensor
 
     def wanted(self, name: str, tensor: Any) -> None:
         """Says where a result goes."""
         sizes, strides = self.problem.layout(name, self.parts)
         tensor.set_output(True).set_data_type(self._kind(name)).set_dim(sizes).set_stride(strides)
-        self._keep(name, tensor)
+        self.tensors[name] = tensor
 
     def settings(self, cudnn: Any) -> dict[str, Any]:
         """What forward and backward share: scale and masks."""
@@ -284,8 +250,6 @@ class _Drawing:
             settings["diagonal_alignment"] = cudnn.diagonal_alignment.TOP_LEFT
             settings["diagonal_band_left_bound"] = self.problem.window  # counts the query too
             settings["diagonal_band_right_bound"] = 0
-        if self.problem.ragged:
-            settings |= {"use_padding_mask": True, **self.lengths}
         return settings
 
 
@@ -304,8 +268,6 @@ def _build(cudnn: Any, problem: Problem, parts: int) -> Plan:
         parts,
         int(graph.get_workspace_size()),
         {name: tensor.get_uid() for name, tensor in drawing.tensors.items()},
-        {name: tensor.get_uid() for name, tensor in drawing.offsets.items()},
-        tuple(tensor.get_uid() for tensor in drawing.lengths.values()),
     )
 
 
@@ -317,12 +279,7 @@ def _draw_forward(drawing: _Drawing, settings: dict[str, Any]) -> None:
 
 
 def _draw_backward(drawing: _Drawing, settings: dict[str, Any]) -> None:
-    problem = drawing.problem
     q, k, v, o, do, stats = (drawing.given(name) for name in ("q", "k", "v", "o", "do", "stats"))
-    if problem.ragged:
-        # Without it, scratch memory has every document at its longest. It lays the memory out as
-        # the arrays are, which goes wrong for statistics that are not token-major.
-        settings["max_total_seq_len_q"] = settings["max_total_seq_len_kv"] = problem.tokens
     results = drawing.graph.sdpa_backward(
         name="backward",
         q=q,
@@ -331,7 +288,7 @@ def _draw_backward(drawing: _Drawing, settings: dict[str, Any]) -> None:
         o=o,
         dO=do,
         stats=stats,
-        use_deterministic_algorithm=problem.deterministic,
+        use_deterministic_algorithm=True,
         **settings,
     )
     for name, tensor in zip(("dq", "dk", "dv"), results, strict=True):

@@ -13,6 +13,11 @@ of a sum at a time, of which the rank of one part fills a few: the zeros cost no
     dA = dt^T x                 dB_p = scale * dy_p^T t_p              dresidual = dy
 
 In bfloat16, y is rounded after x W^T and again after the adapter; t and dt are rounded once.
+
+A ``Widened`` weight holds A and scale * D beside W. Where x, or dy, comes with room behind its rows
+(widened.py), t or u = scale * dy D goes there, and y or dx is one product, rounded once. Without
+room the two products are as above. dB is then one product for all parts, dy^T t, of which the
+parts' blocks are taken.
 """
 
 from typing import Any, NamedTuple
@@ -23,6 +28,8 @@ from jaxtyping import Float
 from surogate.kernels.arrays import (
     FROZEN,
     Array,
+    address,
+    compute_dtype,
     destination,
     empty,
     namespace,
@@ -35,8 +42,9 @@ from surogate.kernels.arrays import (
 from surogate.kernels.matmul import matmul
 from surogate.kernels.nvrtc import THREADS, Source, ctype, vector_width
 from surogate.kernels.pair import Pair
+from surogate.kernels.widened import MAX_PARTS, Parts, Widened, plain, room, take_diagonal
 
-MAX_PARTS = 8
+NEEDS_X = "linear_bwd: x was not kept (keep_x=False): pass x"
 ROWS_PER_SLICE = 256  # of a column sum: enough blocks for a card from 2048 tokens on
 
 SOURCE = Source(
@@ -47,8 +55,6 @@ SOURCE = Source(
         "block_diagonal": [("float",), ("bf16",)],
     },
 )
-
-Parts = tuple[tuple[int, int], ...]
 
 
 class LoRA(NamedTuple):
@@ -74,13 +80,16 @@ class LinearInto(NamedTuple):
 
 
 class LinearResiduals(NamedTuple):
-    """``x`` is None when the caller will bring it back; ``t`` is x A^T."""
+    """``x`` is None when the caller will bring it back; ``t`` is x A^T.
+
+    With a widened weight, t may lie behind x and goes with it: None means to compute it again.
+    """
 
     x: Float[Array, "tokens inner"] | None
-    weight: Float[Array, "outer inner"]
+    weight: Float[Array, "outer inner"] | Widened
     bias: Float[Array, " outer"] | None
     lora: LoRA | None
-    t: Float[Array, "tokens parts_rank"] | None
+    t: Float[Array, "tokens ranks"] | None
     parts: Parts
     scale: float
     has_residual: bool
@@ -88,7 +97,7 @@ class LinearResiduals(NamedTuple):
 
 def linear_fwd(
     x: Float[Array, "tokens inner"],
-    weight: Float[Array, "outer inner"],
+    weight: Float[Array, "outer inner"] | Widened,
     bias: Float[Array, " outer"] | None = None,
     lora: LoRA | None = None,
     residual: Float[Array, "tokens outer"] | None = None,
@@ -102,15 +111,18 @@ def linear_fwd(
     ``parts`` are the row ranges [start, stop) of weight that ``lora`` adapts, ascending; none
     stands for all rows. With ``keep_x`` off the residuals leave x out: pass it to linear_bwd.
     Raises ValueError when the adapter does not fit its parts, or a type is not that of x.
+
+    A widened weight must hold ``lora`` and ``scale`` already (``Refresh``), whose values are not
+    read here; without ``lora`` it is W alone. Room behind x is overwritten.
     """
-    outer, inner = weight.shape
-    y = matmul(x, weight, transpose_b=True, bias=bias, c=residual)
-    t = None
     if lora is not None:
-        parts = _checked(lora, parts, outer, inner)
-        t = matmul(x, lora.a, transpose_b=True)
-        spread = _spread(lora.b, parts, outer)
-        matmul(t, spread, transpose_b=True, out=y, accumulate=True, alpha=scale)
+        parts = _checked(lora, parts, *weight.shape)
+    if lora is not None and isinstance(weight, Widened):
+        y, t = _widened_fwd(x, weight, bias, residual)
+        t = t if keep_x else None
+    else:
+        weight = plain(weight)
+        y, t = _fwd(x, weight, bias, lora, residual, parts, scale)
     kept = x if keep_x else None
     return y, LinearResiduals(kept, weight, bias, lora, t, parts, scale, residual is not None)
 
@@ -135,14 +147,9 @@ def linear_bwd(
     """
     into = LinearInto() if into is None else into
     x = res.x if x is None else x
-    dt = None
-    if res.lora is not None and (need_dx or not _is_frozen(into.lora, "a")):
-        dt = matmul(dy, _spread(res.lora.b, res.parts, dy.shape[1]), alpha=res.scale)
-    dx = None
-    if need_dx:
-        dx = matmul(dy, res.weight)
-        if res.lora is not None and dt is not None:
-            matmul(dt, res.lora.a, out=dx, accumulate=True)
+    need_dt = res.lora is not None and (need_dx or not _is_frozen(into.lora, "a"))
+    through = _widened_dx if isinstance(res.weight, Widened) else _dx
+    dt, dx = through(res, dy, need_dx, need_dt)
     dweight = _weight_gradient(dy, x, into.weight, res.weight)
     dbias = None
     if res.bias is not None and into.bias is not FROZEN:
@@ -151,8 +158,64 @@ def linear_bwd(
     if res.lora is not None and into.lora is not FROZEN:
         da_into, db_into = (None, None) if into.lora is None else into.lora
         da = _weight_gradient(dt, x, da_into, res.lora.a)
-        dlora = LoRA(da, _b_gradient(res, res.lora.b, dy, db_into))
+        dlora = LoRA(da, _b_gradient(res, res.lora.b, dy, x, db_into))
     return dx, dweight, dbias, dlora, dy if res.has_residual else None
+
+
+def _fwd(
+    x: Any, weight: Any, bias: Any, lora: LoRA | None, residual: Any, parts: Parts, scale: float
+) -> tuple[Any, Any]:
+    """(y, t) of a plain weight."""
+    y = matmul(x, weight, transpose_b=True, bias=bias, c=residual)
+    if lora is None:
+        return y, None
+    t = matmul(x, lora.a, transpose_b=True)
+    spread = _spread(lora.b, parts, len(weight))
+    return matmul(t, spread, transpose_b=True, out=y, accumulate=True, alpha=scale), t
+
+
+def _dx(res: LinearResiduals, dy: Any, need_dx: bool, need_dt: bool) -> tuple[Any, Any]:
+    """(dt, dx) of a plain weight."""
+    dt = dx = None
+    if res.lora is not None and need_dt:
+        dt = matmul(dy, _spread(res.lora.b, res.parts, dy.shape[1]), alpha=res.scale)
+    if need_dx:
+        dx = matmul(dy, plain(res.weight))
+        if res.lora is not None and dt is not None:
+            matmul(dt, res.lora.a, out=dx, accumulate=True)
+    return dt, dx
+
+
+def _widened_fwd(x: Any, weight: Widened, bias: Any, residual: Any) -> tuple[Any, Any]:
+    """(y, t)"""
+    t, wide = _beside(x, weight.extra, weight.down, transpose_b=True)
+    if wide is not None:
+        return matmul(wide, weight.forward, transpose_b=True, bias=bias, c=residual), t
+    y = matmul(x, weight.weight, transpose_b=True, bias=bias, c=residual)
+    return matmul(t, weight.up, transpose_b=True, out=y, accumulate=True), t
+
+
+def _widened_dx(res: LinearResiduals, dy: Any, need_dx: bool, need_dt: bool) -> tuple[Any, Any]:
+    """(dt, dx); dt is u without the columns that no rank fills."""
+    weight, lora = res.weight, res.lora
+    assert isinstance(weight, Widened) and lora is not None
+    if not need_dt:
+        return None, None
+    u, wide = _beside(dy, weight.extra, weight.up)
+    dt = u[:, : lora.a.shape[0]]
+    if not need_dx:
+        return dt, None
+    if wide is not None:
+        return dt, matmul(wide, weight.backward)
+    dx = matmul(dy, weight.weight)
+    return dt, matmul(u, weight.down, out=dx, accumulate=True)
+
+
+def _beside(x: Any, extra: int, block: Any, *, transpose_b: bool = False) -> tuple[Any, Any]:
+    """x times a block of a widened weight, in the room behind x if there is any; and x with it."""
+    wide = room(x, extra)
+    out = None if wide is None else wide[:, x.shape[1] :]
+    return matmul(x, block, transpose_b=transpose_b, out=out), wide
 
 
 def _is_frozen(into: Any, field: str) -> bool:
@@ -163,22 +226,32 @@ def _weight_gradient(dy: Any, x: Any, into: Any, weight: Any) -> Any:
     """dy^T x, added to ``into`` inside the product."""
     if into is FROZEN:
         return None
-    require(x is not None, "linear_bwd: x was not kept (keep_x=False): pass x")
+    require(x is not None, NEEDS_X)
     out, accumulate = destination(into, weight.shape, weight.dtype, like=dy)
     return matmul(dy, x, transpose_a=True, out=out, accumulate=accumulate)
 
 
-def _b_gradient(res: LinearResiduals, b: Any, dy: Any, into: Any) -> Any:
-    """scale * dy_p^T t_p of each part, straight into its rows."""
+def _b_gradient(res: LinearResiduals, b: Any, dy: Any, x: Any, into: Any) -> Any:
+    """scale * dy_p^T t_p of each part, straight into its rows; with a widened weight the parts
+    share one product.
+    """
     if into is FROZEN:
         return None
-    assert res.t is not None, "an adapter keeps t"
+    weight, rank, t = res.weight, b.shape[1], res.t
+    if isinstance(weight, Widened):
+        if t is None:
+            require(x is not None, NEEDS_X)
+            t, _ = _beside(x, weight.extra, weight.down, transpose_b=True)
+        if len(res.parts) > 1:
+            product = matmul(dy, t, transpose_a=True, alpha=res.scale, dtype=compute_dtype(dy))
+            return take_diagonal(product, parts=res.parts, rank=rank, into=into, dtype=b.dtype)
+    assert t is not None, "an adapter keeps t"
     db, accumulate = destination(into, b.shape, b.dtype, like=dy)
-    rank, row = b.shape[1], 0
+    row = 0
     for part, (start, stop) in enumerate(res.parts):
         matmul(
             dy[:, start:stop],
-            res.t[:, part * rank : (part + 1) * rank],
+            t[:, part * rank : (part + 1) * rank],
             transpose_a=True,
             out=db[row : row + stop - start],
             accumulate=accumulate,
@@ -267,11 +340,6 @@ def column_sum(
         [out, partial, slices, columns, accumulate],
     )
     return out
-
-
-def address(x: Any) -> int:
-    """Where the first element lies."""
-    return x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
 
 
 def linear_ref(

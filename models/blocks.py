@@ -6,6 +6,11 @@ swiglu(W_gate_up norm(x))
 The residual add happens inside the last matrix product, forward, and inside the norm's kernel,
 backward. ``keep=False`` drops what is cheap to compute again (norm and activation outputs, rotated
 q and k); the backward then recomputes it.
+
+Where a weight is widened by its adapter (kernels/widened.py), what a block hands to a product is
+written into rows with room for the adapter's share: the outputs of norms and activation, the
+gradient of gate and up, and the dx that a block returns, which is the dy of the product that ends
+the block before it.
 """
 
 import functools
@@ -21,6 +26,7 @@ from surogate.kernels.qk_norm_rope import qk_norm_rope_bwd_, qk_norm_rope_fwd
 from surogate.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 from surogate.kernels.rope import RopeTable
 from surogate.kernels.swiglu import swiglu_bwd, swiglu_fwd
+from surogate.kernels.widened import with_room
 from surogate.models.config import ModelConfig
 from surogate.models.lora import LoraSpec
 from surogate.models.tree import Layer, LayerAdapter
@@ -85,9 +91,14 @@ def attention_block_fwd(
 ) -> tuple[Float[Array, "tokens hidden"], AttentionResiduals]:
     """Returns x + attention(norm(x)) and what the backward needs."""
     config = settings.config
-    n, norm = rmsnorm_fwd(x, layer.attn_norm, eps=config.eps)
+    n, norm = _norm(x, layer.attn_norm, layer.w_qkv, config)
     flat, qkv = linear_fwd(
-        n, layer.w_qkv, layer.b_qkv, part_of(adapter, "qkv"), **settings.adapter("w_qkv")
+        n,
+        layer.w_qkv,
+        layer.b_qkv,
+        part_of(adapter, "qkv"),
+        keep_x=keep,
+        **settings.adapter("w_qkv"),
     )
     (q, k, v), rope = rotate(flat, layer, context, config)
     o, attention = attention_fwd(
@@ -102,9 +113,12 @@ def attention_block_fwd(
     y, out = linear_fwd(
         o.reshape(len(x), -1), layer.w_o, None, part_of(adapter, "o"), x, **settings.adapter("w_o")
     )
-    if not keep:
-        qkv = qkv._replace(x=None)
     return y, AttentionResiduals(norm, qkv, rope, attention, out)
+
+
+def _norm(x: Array, weight: Array, reader: Any, config: ModelConfig) -> Any:
+    """The norm of x, with room for the weight that reads it, and its residuals."""
+    return rmsnorm_fwd(x, weight, eps=config.eps, out=with_room(x, x.shape[1], reader))
 
 
 def rotate(flat: Array, layer: Layer, context: Context, config: ModelConfig) -> Any:
@@ -129,9 +143,10 @@ def attention_block_bwd(
     layer: Layer,
     settings: Settings,
     into: tuple[Layer, LayerAdapter | None] | None = None,
+    below: Any = None,
 ) -> tuple[Float[Array, "tokens hidden"], dict[str, Any], dict[str, Any]]:
     """Returns dx, the gradients of the layer's fields that this block uses, and those of its
-    adapters.
+    adapters. ``below`` is the weight whose product made x, if any: dx has room for it.
     """
     weights, adapters = into if into is not None else (None, None)
     config = settings.config
@@ -146,14 +161,22 @@ def attention_block_bwd(
     )
     x = res.qkv.x
     if x is None:
-        x = rmsnorm_fwd(res.norm.x, layer.attn_norm, eps=config.eps)[0]
+        x = _norm(res.norm.x, layer.attn_norm, layer.w_qkv, config)[0]
     dn, d_w_qkv, d_b_qkv, d_qkv, _ = linear_bwd(
         res.qkv,
         dqkv.reshape(len(dy), -1),
-        into=LinearInto(part_of(weights, "w_qkv"), part_of(weights, "b_qkv"), part_of(adapters, "qkv")),
+        into=LinearInto(
+            part_of(weights, "w_qkv"), part_of(weights, "b_qkv"), part_of(adapters, "qkv")
+        ),
         x=x,
     )
-    dx, d_attn_norm = rmsnorm_bwd(res.norm, dn, dresidual=dy, into=part_of(weights, "attn_norm"))
+    dx, d_attn_norm = rmsnorm_bwd(
+        res.norm,
+        dn,
+        dresidual=dy,
+        into=part_of(weights, "attn_norm"),
+        out=with_room(dy, dy.shape[1], below),
+    )
     grads = dict(
         attn_norm=d_attn_norm,
         w_qkv=d_w_qkv,
@@ -174,17 +197,31 @@ def mlp_block_fwd(
     keep: bool = True,
 ) -> tuple[Float[Array, "tokens hidden"], MLPResiduals]:
     """Returns x + mlp(norm(x)) and what the backward needs."""
-    n, norm = rmsnorm_fwd(x, layer.mlp_norm, eps=settings.config.eps)
+    n, norm = _norm(x, layer.mlp_norm, layer.w_gate_up, settings.config)
     both, gate_up = linear_fwd(
-        n, layer.w_gate_up, None, part_of(adapter, "gate_up"), **settings.adapter("w_gate_up")
+        n,
+        layer.w_gate_up,
+        None,
+        part_of(adapter, "gate_up"),
+        keep_x=keep,
+        **settings.adapter("w_gate_up"),
     )
-    a, swiglu = swiglu_fwd(both)
+    a, swiglu = _activation(both, layer)
     y, down = linear_fwd(
-        a, layer.w_down, None, part_of(adapter, "down"), x, **settings.adapter("w_down")
+        a,
+        layer.w_down,
+        None,
+        part_of(adapter, "down"),
+        x,
+        keep_x=keep,
+        **settings.adapter("w_down"),
     )
-    if not keep:
-        gate_up, down = gate_up._replace(x=None), down._replace(x=None)
     return y, MLPResiduals(norm, gate_up, swiglu, down)
+
+
+def _activation(both: Array, layer: Layer) -> Any:
+    """swiglu_fwd with room for w_down."""
+    return swiglu_fwd(both, out=with_room(both, both.shape[1] // 2, layer.w_down))
 
 
 def mlp_block_bwd(
@@ -199,22 +236,31 @@ def mlp_block_bwd(
     adapters.
     """
     weights, adapters = into if into is not None else (None, None)
-    a = res.down.x if res.down.x is not None else swiglu_fwd(res.swiglu.gate_up)[0]
+    a = res.down.x if res.down.x is not None else _activation(res.swiglu.gate_up, layer)[0]
     da, d_w_down, _, d_down, _ = linear_bwd(
-        res.down, dy, into=LinearInto(part_of(weights, "w_down"), None, part_of(adapters, "down")), x=a
+        res.down,
+        dy,
+        into=LinearInto(part_of(weights, "w_down"), None, part_of(adapters, "down")),
+        x=a,
     )
     del a
-    d_both = swiglu_bwd(res.swiglu, da)
+    d_both = swiglu_bwd(res.swiglu, da, out=with_room(da, 2 * da.shape[1], layer.w_gate_up))
     del da
     n = res.gate_up.x
     if n is None:
-        n = rmsnorm_fwd(res.norm.x, layer.mlp_norm, eps=settings.config.eps)[0]
+        n = _norm(res.norm.x, layer.mlp_norm, layer.w_gate_up, settings.config)[0]
     dn, d_w_gate_up, _, d_gate_up, _ = linear_bwd(
         res.gate_up,
         d_both,
         into=LinearInto(part_of(weights, "w_gate_up"), None, part_of(adapters, "gate_up")),
         x=n,
     )
-    dx, d_mlp_norm = rmsnorm_bwd(res.norm, dn, dresidual=dy, into=part_of(weights, "mlp_norm"))
+    dx, d_mlp_norm = rmsnorm_bwd(
+        res.norm,
+        dn,
+        dresidual=dy,
+        into=part_of(weights, "mlp_norm"),
+        out=with_room(dy, dy.shape[1], layer.w_o),
+    )
     grads = dict(mlp_norm=d_mlp_norm, w_gate_up=d_w_gate_up, w_down=d_w_down)
     return dx, grads, dict(gate_up=d_gate_up, down=d_down)

@@ -22,6 +22,7 @@ from surogate.kernels.lm_head import (
 )
 from surogate.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 from surogate.kernels.rope import RopeTable, rope_frequencies, rope_table
+from surogate.kernels.widened import with_room
 from surogate.models.blocks import (
     Context,
     Settings,
@@ -94,13 +95,16 @@ def layer_bwd(
     *,
     settings: Settings,
     into: tuple[Layer, LayerAdapter | None] | None = None,
+    below: Any = None,
 ) -> tuple[Float[Array, "tokens hidden"], tuple[Layer, LayerAdapter | None]]:
-    """Returns dx and the gradients of the layer and of its adapter."""
+    """Returns dx and the gradients of the layer and of its adapter. ``below`` is the weight whose
+    product made the layer's input, if any.
+    """
     dx, of_mlp, of_mlp_adapter = mlp_block_bwd(
         res.mlp, dy, layer=layer, settings=settings, into=into
     )
     dx, of_attention, of_attention_adapter = attention_block_bwd(
-        res.attention, dx, layer=layer, settings=settings, into=into
+        res.attention, dx, layer=layer, settings=settings, into=into, below=below
     )
     adapter = LayerAdapter(**of_attention_adapter, **of_mlp_adapter) if settings.lora else None
     return dx, (Layer(**of_attention, **of_mlp), adapter)
@@ -115,7 +119,8 @@ def _layer_pair(context: Context, settings: Settings) -> LayerPair:
         )
 
     def bwd(params: Any, res: Any, dy: Array, index: int, into: Any) -> Any:
-        return layer_bwd(params[0], res, dy, settings=settings, into=into)
+        below = params[0].w_down if index else None  # layers are alike; the first is on tokens
+        return layer_bwd(params[0], res, dy, settings=settings, into=into, below=below)
 
     return LayerPair(fwd, bwd)
 
@@ -163,7 +168,12 @@ def hidden_bwd(
     Consumes ``res``: a layer's residuals are freed when its backward is done.
     """
     buffers = None if into is None else _layers(into.model, into.adapter)
-    dx, d_norm = rmsnorm_bwd(res.norm, dy, into=None if into is None else into.model.norm)
+    dx, d_norm = rmsnorm_bwd(
+        res.norm,
+        dy,
+        into=None if into is None else into.model.norm,
+        out=with_room(dy, dy.shape[1], model.layers[-1].w_down),
+    )
     pair = _layer_pair(Context(batch.docs, batch.positions, table, batch.rows), settings)
     sink = Collected(buffers, len(model.layers))
     source = Resident(_layers(model, adapter))

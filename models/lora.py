@@ -14,6 +14,7 @@ import numpy as np
 
 from surogate.kernels.arrays import Array, namespace
 from surogate.kernels.linear import LoRA
+from surogate.kernels.widened import plain
 from surogate.models.config import ModelConfig, nearest
 from surogate.models.init import generator
 from surogate.models.names import Field, layer_fields
@@ -178,7 +179,7 @@ def merge_layer(layer: Layer, adapter: LayerAdapter, spec: LoraSpec, config: Mod
         pair = getattr(adapter, name)
         if pair is None:
             continue
-        weight = getattr(layer, matrix)
+        weight = plain(getattr(layer, matrix))
         merged[matrix] = out = weight.copy()
         for part in adapted(spec, getattr(fields, matrix)):
             a = pair.a[slice(*part.a_rows)].astype(np.float32)

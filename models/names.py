@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from surogate.kernels import tree
 from surogate.kernels.arrays import Array, namespace
+from surogate.kernels.widened import plain
 from surogate.models.config import ModelConfig, parameter_shapes
 from surogate.models.tree import Layer, Model
 
@@ -137,7 +138,7 @@ def named(model: Model, config: ModelConfig) -> dict[str, Array]:
         if tuple(leaf.shape) != field.shape:
             raise ValueError(f"{field.path}: must have shape {field.shape}, got {leaf.shape}")
         for piece in field.pieces:
-            out[piece.name] = field.view(leaf, piece)
+            out[piece.name] = field.view(plain(leaf), piece)
 
     fields = layout(config)
     tree.map(add, fields, model)

@@ -6,6 +6,7 @@ does not have (a bias, a q norm, an untied head) or that nobody trains.
 
 Matrices are [out, in], as in checkpoints: y = x W^T. Projections that read the same input are
 stacked by rows into one matrix, so that each layer runs four matrix products and not seven.
+The tree that a pass reads may have a ``Widened`` for a matrix with an adapter (models/widen.py).
 ``models.names`` holds the map between these fields and the tensors of a checkpoint.
 """
 

@@ -319,7 +319,7 @@ class Walk:
         ledger = self.ledger
         ledger.make(f"{res}o", self.tokens, self.heads, self.head_dim)
         ledger.make(f"{res}lse", self.heads, self.tokens, dtype=F32)
-        self._attention_host(copies=1, scores=2)
+        self._attention_host(copies=1, scores=3)
 
     def attention_bwd(self) -> None:
         ledger = self.ledger
@@ -327,7 +327,7 @@ class Walk:
         padded = -(-self.tokens // PADDING) * PADDING
         if not self.work.layout.host:
             ledger.scratch(self.heads, padded, 2, dtype=F32)
-        self._attention_host(copies=2, scores=3)
+        self._attention_host(copies=2, scores=5)
 
     def _attention_host(self, *, copies: int, scores: int) -> None:
         """The host version copies q, k and v by head, and has blocks of scores."""

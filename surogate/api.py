@@ -55,7 +55,7 @@ class LossAndGrads(NamedTuple):
     """
 
     nll_sum: float
-    count: int
+    count: int  # type: ignore[assignment]  # tuples have a method count
     logprobs: Any  # float32 (tokens,): of each label, 0 where it is not supervised
     grads: dict[str, Any]
 
@@ -183,9 +183,10 @@ def _table(model: LoadedModel, documents: Sequence[Sequence[int]]) -> Any:
 
 
 def _there(model: LoadedModel, batch: Batch) -> Batch:
-    vocab, tokens = model.config.vocab, np.asarray(_host(batch.tokens))
-    if tokens.min() < 0 or tokens.max() >= vocab:
-        raise ValueError(f"batch: tokens must be from 0 to {vocab - 1}, got {tokens.max()}")
+    vocab, tokens = model.config.vocab, _host(batch.tokens)
+    wrong = tokens[(tokens < 0) | (tokens >= vocab)]
+    if wrong.size:
+        raise ValueError(f"batch: tokens must be from 0 to {vocab - 1}, got {wrong[0]}")
     return model.device.put(batch)
 
 

@@ -6,6 +6,7 @@ Around it, ``cheapest_policy`` chooses what to recompute by the memory that is f
 free memory.
 """
 
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -319,7 +320,10 @@ def verdict(config: Config, model: ModelConfig, plan: Plan) -> Iterator[str]:
     found = remedies(config, model, plan)
     for remedy in found:
         mark = "fits" if remedy.plan.fits else ""
-        yield f"  {in_words(remedy.plan.memory.total):>10}  {mark:4}  {remedy.text}"
+        start = f"{in_words(remedy.plan.memory.total):>12}  {mark:4}  "
+        yield from textwrap.wrap(
+            remedy.text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start)
+        )
     if not any(remedy.plan.fits for remedy in found):
         yield "  none of it is enough: use a smaller model, shorter rows, or a larger card"
 

@@ -25,6 +25,7 @@ from surogate.models.hf import read_adapter, read_model, write_adapter, write_mo
 from surogate.models.init import init_model
 from surogate.models.lora import LoraSpec, init_adapter, merge_adapter
 from surogate.models.tree import Adapter, Model
+from surogate.models.widen import making_room
 from surogate.optim.state import named_leaves
 
 SAMPLE = 4096  # elements of each array that a fingerprint reads: training changes nearly all
@@ -173,7 +174,9 @@ def load_sources(
     config: Config, directory: Path, model_config: ModelConfig, device: Device
 ) -> Sources:
     """Reads or makes the weights, on the device, and fresh adapters."""
-    put = putter(device)
+    put, lora = putter(device), lora_of(config)
+    if lora is not None and device.kind == "cuda":
+        put = making_room(put, model_config, lora)
     with reported():
         if config.from_scratch:
             model = init_model(
@@ -185,7 +188,6 @@ def load_sources(
             )
         else:
             model = read_model(directory, model_config, device.compute, put=put)
-    lora = lora_of(config)
     adapter = None
     if lora is not None:
         adapter = device.put(init_adapter(model_config, lora, config.train_seed, device.compute))
@@ -262,7 +264,7 @@ def export(config: Config, sources: Sources, step: Any, directory: Path) -> list
     model_config, lora = sources.model_config, sources.lora
     dtype = _stored_dtype(config, sources)
     lines = []
-    with reported(str(directory)):
+    with reported(), disk(str(directory)):
         if lora is not None:
             target = directory / "adapter" if config.merge_adapter else directory
             adapter = tree.map(_host, masters(step))
@@ -290,7 +292,7 @@ def _check_model(model: Model, directory: Path, dtype: np.dtype) -> None:
     """Raises UserError unless the folder reads as the model, a leaf at a time."""
     wanted = dict(named_leaves(model))
 
-    def compare(path: str, array: Any) -> None:
+    def compare(path: str, array: Any) -> Any:
         _check_equal(array, wanted.pop(path).astype(dtype, copy=False), directory)
 
     read_model(directory, read_config(directory), dtype, put=compare)
@@ -299,11 +301,16 @@ def _check_model(model: Model, directory: Path, dtype: np.dtype) -> None:
 
 def _check_equal(got: Any, want: Any, directory: Path) -> None:
     for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True):
-        if a.dtype != b.dtype or a.tobytes() != b.tobytes():
+        if a.dtype != b.dtype or not np.array_equal(_bits(a), _bits(b)):
             raise UserError(
                 f"{directory}: does not read back as it was written; is the disk sound? "
                 "the checkpoints are whole: run again to write it again"
             )
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    """The array as unsigned integers: NaN is equal to itself."""
+    return x.view(f"u{x.itemsize}")
 
 
 def _base_name(config: Config, sources: Sources) -> str:

@@ -16,10 +16,12 @@ from surogate.kernels.arrays import FROZEN
 from surogate.kernels.batch import IGNORED, Batch, Docs, equal_rows
 from surogate.kernels.capture import capture
 from surogate.kernels.grad_norm import grad_norm, grad_table
+from surogate.kernels.widened import Refresh, plain
 from surogate.models import dense
 from surogate.models.blocks import Settings
 from surogate.models.stack import Recompute
 from surogate.models.tree import Adapter, Model
+from surogate.models.widen import refresh_of, widened
 from surogate.optim.adamw import AdamWConfig, AdamWPlan, AdamWState, init
 from surogate.optim.clip import limit
 
@@ -28,7 +30,7 @@ class StepResult(NamedTuple):
     """What an update did, on the host."""
 
     nll: float  # sum over supervised tokens, nats
-    count: int  # supervised tokens
+    count: int  # type: ignore[assignment]  # supervised tokens; tuples have a method count
     norm: float  # of the mean gradient, before clipping
     applied: bool  # False: the gradient was not finite, nothing changed
 
@@ -48,12 +50,17 @@ class StepOptions(NamedTuple):
     max_grad_norm: float
     graphs: bool
     longest: int | None = None  # tokens of the longest document, such as a row's; None: all
+    widen: bool | None = None  # adapted weights lie with their adapters; None: on a card
 
 
 class TrainStep:
     """The arrays of a run and the two functions over them.
 
     ``model`` and ``adapter`` are updated in place; with an adapter the model is frozen.
+
+    On a card, the passes read an adapted weight from one array with its adapter, and ``model`` is
+    the views of it. Weights that ``making_room`` put there are taken over; others are copied, and
+    the tree given here should be dropped. Whoever writes to the adapter calls ``refresh``.
     """
 
     def __init__(
@@ -67,7 +74,8 @@ class TrainStep:
     ) -> None:
         self.device, self.settings, self.options = device, settings, options
         self.optimizer = optimizer
-        self.model, self.adapter = model, adapter
+        self._read, self._refresh = self._widened(model, adapter)
+        self.model, self.adapter = tree.map(plain, self._read), adapter
         self.trainable: Any = model if adapter is None else adapter
         self.state: AdamWState = init(self.trainable, optimizer)
         zeros = device.library.zeros
@@ -88,6 +96,26 @@ class TrainStep:
         self._update: Callable[[], Any] = self._run_update
         if options.graphs:
             self._record()
+
+    def _widened(self, model: Model, adapter: Adapter | None) -> tuple[Model, Refresh | None]:
+        """The model that the passes read, and what brings it up to date with the adapter."""
+        widen = self.device.kind == "cuda" if self.options.widen is None else self.options.widen
+        if adapter is None or not widen:
+            return model, None
+        config, lora = self.settings
+        assert lora is not None, "an adapter has a spec"
+        model = widened(model, adapter)
+        refresh = refresh_of(model, adapter, lora, config)
+        refresh.launch_()
+        return model, refresh
+
+    def refresh(self) -> None:
+        """Brings the weights that the passes read up to date with an adapter that was written to.
+
+        Updates do it themselves.
+        """
+        if self._refresh is not None:
+            self._refresh.launch_()
 
     def micro(self, batch: Batch) -> None:
         """Adds a micro-batch's loss and gradients to the step's."""
@@ -122,7 +150,7 @@ class TrainStep:
         """
         self._feed.write(batch)
         outputs = dense.loss_fwd(
-            self.model,
+            self._read,
             self.adapter,
             self._feed.batch,
             table=self._table,
@@ -133,7 +161,7 @@ class TrainStep:
 
     def _run_micro(self, rows: int | None) -> None:
         dense.loss_and_grads(
-            self.model,
+            self._read,
             self.adapter,
             self._feed.batch._replace(rows=rows),
             table=self._table,
@@ -147,6 +175,7 @@ class TrainStep:
     def _run_update(self) -> None:
         norm = grad_norm(self._norms, self._count, max_norm=limit(self.options.max_grad_norm))
         self._plan.launch_(norm, zero_grad=True)
+        self.refresh()
         for out, value in zip(self._out, (self._nll, self._count, norm), strict=True):
             out[...] = value
         self._nll.fill(0)

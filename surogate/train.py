@@ -260,6 +260,7 @@ class Run:
         ):
             checkpoints.fill_(saved.path / file, arrays, put=self.device.put)
         step.state = step.state._replace(step=int(state[STEP]))
+        step.refresh()
         self.done = saved.step
         if self.log.exists():
             logged = [r["step"] for r in read_log(self.log) if r["log"] == "eval"]
@@ -284,8 +285,8 @@ def _say(*lines: str) -> None:
 def _refuse(saved: checkpoints.Saved, changed: list[str]) -> None:
     if changed:
         raise UserError(
-            f"{saved.path}: was made with other settings ({'; '.join(changed)}); use those, another "
-            "output_dir, or resume_from_checkpoint = false to start anew"
+            f"{saved.path}: was made with other settings ({'; '.join(changed)}); use those, "
+            "another output_dir, or resume_from_checkpoint = false to start anew"
         )
 
 

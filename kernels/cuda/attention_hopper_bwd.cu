@@ -9,12 +9,12 @@
 // do 3 + 4. But every product of these takes P or dS from registers. The one kernel sends dS through shared memory
 // (all keys of a block meet in dQ) and dQ, in float32, on to device memory, where a fixed order makes blocks wait
 // for each other. At 2048 operations a cycle the 7 products take 7168 cycles, and these kernels read and write
-// 384 + 448 KiB of shared memory at 128 bytes a cycle in 6656 of them: products are the bound. The 5 products take
+// 320 + 448 KiB of shared memory at 128 bytes a cycle in 6144 of them: products are the bound. The 5 products take
 // 5120, but with tiles that fit the registers move 736 KiB in 5888 cycles: shared memory is the bound, before any
-// wait. So the order of sums costs at most a fifth here, and nothing waits.
+// wait. So a fixed order of sums costs at most a fifth here, and nothing waits.
 #include "attention_hopper.cuh"
 
-// Numbers of 64 queries: lse / ln 2 and delta, as attention_bwd_stats writes them.
+// Of a query: lse / ln 2 and delta.
 typedef Vec<float, 2> Stat;
 
 // delta of the lane's two queries, row and row + 8 of the warp's 16: lanes share a row of o and do, 8 columns each.
@@ -142,7 +142,7 @@ __device__ __forceinline__ void compute_dq(Walk<HEAD_DIM, KEYS, K_STAGES, V_STAG
 template <int HEAD_DIM, int KEYS, int K_STAGES, int V_STAGES>
 __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     attention_hopper_bwd_dq(bf16* __restrict__ dq,              // (tokens, heads, HEAD_DIM), d_stride a token
-                            float* __restrict__ stats,          // (heads, padded, 2): lse / ln 2 and delta, or inf and 0
+                            float* __restrict__ stats,          // (heads, padded, 2): lse / ln 2, delta; or inf, 0
                             int* __restrict__ next,             // zero: the first item that no block has taken
                             const GRID_CONSTANT TensorMap q,    // (tokens, heads, HEAD_DIM) in boxes of TILE rows
                             const GRID_CONSTANT TensorMap k,    // (tokens, kv_heads, HEAD_DIM) in boxes of KEYS

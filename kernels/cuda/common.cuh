@@ -79,6 +79,18 @@ __device__ __forceinline__ float fast_exp2(float x) {
     return y;
 }
 
+// 1 / x and 1 / sqrt(x) to about one unit in the last place; subnormal numbers count as zero.
+__device__ __forceinline__ float fast_reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float fast_rsqrt(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 #endif  // SUROGATE_EMULATED
 
 // N values moved in one access. The address must be aligned to the vector's size (at most 16 bytes).

@@ -1,9 +1,9 @@
-// Cross entropy of rows of logits, a block a row. A row is read once for its maximum and the sum of its
-// exponentials together; the gradient is a second read, backwards, since the L2 cache still holds the
-// row's end. Rows of any length and alignment: what precedes the first 16-byte boundary and follows the
-// last goes value by value. Labels: IGNORED rows are neither read nor supervised; a label outside the
-// row makes NaN, never a read elsewhere.
-#include "common.cuh"
+// Cross entropy of rows of logits, a block a row at a time. One pass takes a row's maximum and the sum of its
+// exponentials together, a second its gradient; cross_entropy_fused keeps the row on the chip between them.
+// Rows of any length and alignment: what precedes the first 16-byte boundary and follows the last goes value
+// by value. Labels: IGNORED rows are neither read nor supervised; a label outside the row makes NaN, never a
+// read elsewhere.
+#include "pack.cuh"
 
 constexpr int IGNORED = -100;
 constexpr float LOG2E = 1.4426950408889634f;
@@ -11,139 +11,278 @@ constexpr float LOWEST = -3.402823466e38f;  // finite, so that a logit of -infin
 
 __device__ __forceinline__ float exponential(float x) { return fast_exp2(x * LOG2E); }
 
-// Where the aligned vectors of a row lie: [head, head + vectors * WIDTH).
+template <typename T> using Values = Pack<T, WIDTH<T>>;
+
+// Where the aligned vectors of a row lie: [head, head + vectors * WIDTH). The other values are `loose`.
 template <typename T> struct Split {
-    int head, vectors;
+    int head, vectors, loose;
     __device__ __forceinline__ Split(const T* row, int vocab) {
         int past = int(reinterpret_cast<uint64_t>(row) % 16 / sizeof(T));
         head = min(vocab, (WIDTH<T> - past) % WIDTH<T>);
         vectors = (vocab - head) / WIDTH<T>;
+        loose = vocab - vectors * WIDTH<T>;
     }
+    __device__ __forceinline__ int loose_column(int i) const { return i < head ? i : i + vectors * WIDTH<T>; }
 };
 
 struct Online {
     float top = LOWEST, sum = 0.0f;  // of exp(x - top)
-    template <int N> __device__ __forceinline__ void add(const float (&x)[N]) {
+    template <typename T, int N> __device__ __forceinline__ void add(const Pack<T, N>& x) {
         float high = top;
-        for (int i = 0; i < N; ++i) high = fmaxf(high, x[i]);
+        for (int i = 0; i < N; ++i) high = fmaxf(high, x.get(i));
         sum *= exponential(top - high);
         top = high;
-        for (int i = 0; i < N; ++i) sum += exponential(x[i] - top);
+        for (int i = 0; i < N; ++i) sum += exponential(x.get(i) - top);
     }
 };
 
-// log(sum(exp(row))), known to all threads.
-template <typename T> __device__ float row_lse(const T* row, int vocab) {
-    constexpr int N = WIDTH<T>;
-    Split<T> split(row, vocab);
-    Online mine;
-    for (int v = threadIdx.x; v < split.vectors; v += blockDim.x) {
-        auto values = Vec<T, N>::load(row + split.head + v * N);
-        float x[N];
-        for (int i = 0; i < N; ++i) x[i] = to_float(values.data[i]);
+// Adds vectors first, first + blockDim.x, ... below `end`; FLIGHT of them are loaded at once.
+template <int FLIGHT, typename T>
+__device__ __forceinline__ void add_vectors(Online& mine, const T* vectors, int first, int end) {
+    int v = first, step = blockDim.x;
+    for (; v + (FLIGHT - 1) * step < end; v += FLIGHT * step) {
+        Values<T> x[FLIGHT];
+#pragma unroll
+        for (int k = 0; k < FLIGHT; ++k) x[k].load(vectors + (v + k * step) * WIDTH<T>);
+#pragma unroll
+        for (int k = 0; k < FLIGHT; ++k) mine.add(x[k]);
+    }
+    for (; v < end; v += step) {
+        Values<T> x;
+        x.load(vectors + v * WIDTH<T>);
         mine.add(x);
     }
-    int tail = split.head + split.vectors * N;
-    for (int i = threadIdx.x; i < split.head + vocab - tail; i += blockDim.x) {
-        float x[1] = {to_float(row[i < split.head ? i : tail + i - split.head])};
-        mine.add(x);
-    }
-    float top = block_max(mine.top);
-    return top + logf(block_sum(mine.sum * exponential(mine.top - top)));
 }
 
-// out = (softmax(row) - onehot(label)) * scale; out may be the row itself.
-template <typename T>
-__device__ void row_gradient(T* out, const T* row, float lse, int label, float scale, int vocab) {
-    constexpr int N = WIDTH<T>;
-    Split<T> split(row, vocab);
-    auto gradient = [&](float x, int column) {
-        return (exponential(x - lse) - (column == label ? 1.0f : 0.0f)) * scale;
-    };
-    int tail = split.head + split.vectors * N;
-    for (int i = threadIdx.x; i < split.head + vocab - tail; i += blockDim.x) {
-        int column = i < split.head ? i : tail + i - split.head;
-        out[column] = from_float<T>(gradient(to_float(row[column]), column));
+template <typename T> __device__ __forceinline__ void add_loose(Online& mine, const T* row, const Split<T>& split) {
+    for (int i = threadIdx.x; i < split.loose; i += blockDim.x) {
+        Pack<T, 1> x;
+        x.load(row + split.loose_column(i));
+        mine.add(x);
     }
-    for (int v = split.vectors - 1 - int(threadIdx.x); v >= 0; v -= blockDim.x) {
-        int column = split.head + v * N;
-        auto values = Vec<T, N>::load(row + column);
-        for (int i = 0; i < N; ++i)
-            values.data[i] = from_float<T>(gradient(to_float(values.data[i]), column + i));
-        values.store(out + column);
+}
+
+// log(sum(exp(row))) of what the threads have seen, known to all of them. Calls that follow one another take
+// `turn` 0 and 1 in turn: then one barrier a call is enough.
+__device__ __forceinline__ float block_lse(const Online& mine, int turn) {
+    __shared__ float tops[2][32], sums[2][32];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    float top = warp_max(mine.top), sum = warp_sum(mine.sum * exponential(mine.top - top));
+    if (lane == 0) tops[turn][warp] = top, sums[turn][warp] = sum;
+    __syncthreads();
+    float part = lane < warps ? tops[turn][lane] : LOWEST;
+    sum = lane < warps ? sums[turn][lane] : 0.0f;
+    top = warp_max(part);
+    return top + logf(warp_sum(sum * exponential(part - top)));
+}
+
+// (softmax(row) - onehot(label)) * scale.
+struct Gradient {
+    float lse, scale;
+    int label;
+    template <typename T, int N> __device__ __forceinline__ void apply(Pack<T, N>& x, int column) const {
+        float value[N];
+        for (int i = 0; i < N; ++i) value[i] = exponential(x.get(i) - lse) * scale;
+        if (uint32_t(label - column) < N)
+            for (int i = 0; i < N; ++i)
+                if (label == column + i) value[i] = (exponential(x.get(i) - lse) - 1.0f) * scale;
+        x.set(value);
+    }
+};
+
+// Gradients of the vectors that add_vectors takes, and of the loose values. out may be the row itself.
+template <int FLIGHT, typename T>
+__device__ __forceinline__ void store_gradient(T* out, const T* row, const Split<T>& split, int first,
+                                               const Gradient& gradient) {
+    int step = blockDim.x;
+    for (int v = first; v < split.vectors; v += FLIGHT * step) {
+        Values<T> x[FLIGHT];
+#pragma unroll
+        for (int k = 0; k < FLIGHT; ++k)
+            if (v + k * step < split.vectors) x[k].load(row + split.head + (v + k * step) * WIDTH<T>);
+#pragma unroll
+        for (int k = 0; k < FLIGHT; ++k) {
+            int column = split.head + (v + k * step) * WIDTH<T>;
+            if (v + k * step >= split.vectors) break;
+            gradient.apply(x[k], column);
+            x[k].store(out + column);
+        }
+    }
+    for (int i = threadIdx.x; i < split.loose; i += blockDim.x) {
+        Pack<T, 1> x;
+        x.load(row + split.loose_column(i));
+        gradient.apply(x, split.loose_column(i));
+        x.store(out + split.loose_column(i));
     }
 }
 
 template <typename T> __device__ void row_zero(T* out, int vocab) {
-    constexpr int N = WIDTH<T>;
     Split<T> split(out, vocab);
-    Vec<T, N> none;
-    for (int i = 0; i < N; ++i) none.data[i] = from_float<T>(0.0f);
-    for (int v = threadIdx.x; v < split.vectors; v += blockDim.x) none.store(out + split.head + v * N);
-    int tail = split.head + split.vectors * N;
-    for (int i = threadIdx.x; i < split.head + vocab - tail; i += blockDim.x)
-        out[i < split.head ? i : tail + i - split.head] = none.data[0];
+    Values<T> none;
+    none.clear();
+    for (int v = threadIdx.x; v < split.vectors; v += blockDim.x) none.store(out + split.head + v * WIDTH<T>);
+    for (int i = threadIdx.x; i < split.loose; i += blockDim.x) out[split.loose_column(i)] = from_float<T>(0.0f);
 }
 
-template <typename T> __device__ float label_logprob(const T* row, int label, float lse, int vocab) {
+// NaN for a label outside the row.
+template <typename T> __device__ float label_logit(const T* row, int label, int vocab) {
     bool inside = label >= 0 && label < vocab;
-    return inside ? to_float(row[label]) - lse : __int_as_float(0x7fffffff);
+    return inside ? to_float(row[label]) : __int_as_float(0x7fffffff);
 }
 
 template <typename T>
-__global__ void cross_entropy_fwd(float* __restrict__ logprobs,  // (tokens,), 0 where ignored
-                                  float* __restrict__ lse,       // (tokens,), 0 where ignored
-                                  const T* __restrict__ logits,  // (tokens, vocab)
-                                  const int* __restrict__ labels, int vocab) {
+__global__ void __launch_bounds__(1024, 2)
+    cross_entropy_fwd(float* __restrict__ logprobs,  // (tokens,), 0 where ignored
+                      float* __restrict__ lse,       // (tokens,), 0 where ignored
+                      const T* __restrict__ logits,  // (tokens, vocab)
+                      const int* __restrict__ labels, int vocab) {
     int64_t token = blockIdx.x;
     int label = labels[token];
     const T* row = logits + token * vocab;
-    float sum = label == IGNORED ? 0.0f : row_lse(row, vocab);
-    if (threadIdx.x == 0) {
-        lse[token] = sum;
-        logprobs[token] = label == IGNORED ? 0.0f : label_logprob(row, label, sum, vocab);
+    float sum = 0.0f, logprob = 0.0f;
+    if (label != IGNORED) {
+        Split<T> split(row, vocab);
+        Online mine;
+        add_vectors<2>(mine, row + split.head, threadIdx.x, split.vectors);
+        add_loose(mine, row, split);
+        sum = block_lse(mine, 0);
+        if (threadIdx.x == 0) logprob = label_logit(row, label, vocab) - sum;
     }
+    if (threadIdx.x == 0) lse[token] = sum, logprobs[token] = logprob;
 }
 
 // d(nll) = d_nll_sum - d_logprobs of the token; a null pointer is 0. out may be logits.
 template <typename T>
-__global__ void cross_entropy_bwd(T* out,           // (tokens, vocab)
-                                  const T* logits,  // (tokens, vocab)
-                                  const float* __restrict__ lse, const int* __restrict__ labels,
-                                  const float* __restrict__ d_nll_sum,   // scalar
-                                  const float* __restrict__ d_logprobs,  // (tokens,)
-                                  int vocab) {
+__global__ void __launch_bounds__(1024, 2)
+    cross_entropy_bwd(T* out,           // (tokens, vocab)
+                      const T* logits,  // (tokens, vocab)
+                      const float* __restrict__ lse, const int* __restrict__ labels,
+                      const float* __restrict__ d_nll_sum,   // scalar
+                      const float* __restrict__ d_logprobs,  // (tokens,)
+                      int vocab) {
     int64_t token = blockIdx.x;
     int label = labels[token];
     float scale = (d_nll_sum ? *d_nll_sum : 0.0f) - (d_logprobs ? d_logprobs[token] : 0.0f);
+    const T* row = logits + token * vocab;
     if (label == IGNORED)
         row_zero(out + token * vocab, vocab);
     else
-        row_gradient(out + token * vocab, logits + token * vocab, lse[token], label, scale, vocab);
+        store_gradient<2>(out + token * vocab, row, Split<T>(row, vocab), threadIdx.x, {lse[token], scale, label});
 }
 
-// Forward and the gradient of the sum of all nll, in place.
+constexpr int KEPT = 5;      // vectors of a row that a thread keeps in registers
+constexpr int PORTIONS = 4;  // in which the vectors in shared memory are waited for
+
+// Forward and the gradient of the sum of all nll, in place. A block walks over rows. A thread's first `held`
+// vectors of a row lie in its own place in shared memory, the next KEPT in registers, and only what is left
+// is read twice. As soon as a vector has become its gradient, the next row's takes its place: so reads and
+// writes go on together, and no thread waits for another but in the sums.
 template <typename T>
-__global__ void cross_entropy_fused(float* __restrict__ logprobs,  // (tokens,), 0 where ignored
-                                    T* logits,                     // (tokens, vocab) -> gradient
-                                    const int* __restrict__ labels, int vocab) {
-    int64_t token = blockIdx.x;
-    int label = labels[token];
+__global__ void __launch_bounds__(1024, 1)
+    cross_entropy_fused(float* __restrict__ logprobs,  // (tokens,), 0 where ignored
+                        T* logits,                     // (tokens, vocab) -> gradient
+                        const int* __restrict__ labels, int tokens, int vocab, int held) {
+    constexpr int N = WIDTH<T>;
+    DYNAMIC_SHARED(T, places);  // (held, threads, N)
+    int threads = blockDim.x, me = threadIdx.x;
+    Values<T> kept[KEPT];
+    auto place = [&](int k) { return places + (k * threads + me) * N; };
+    auto portion = [&](int p) { return p * held / PORTIONS; };
+    auto fetch = [&](const T* row, const Split<T>& split, int k) {
+        int v = k * threads + me;
+        if (v < split.vectors) cp_async_16(place(k), row + split.head + v * N);
+    };
+    auto keep = [&](const T* row, const Split<T>& split, int k) {
+        int v = (held + k) * threads + me;
+        if (v < split.vectors) kept[k].load(row + split.head + v * N);
+    };
+    // The first row from `token` on that has a label; those before it are done with.
+    auto supervised = [&](int64_t token, int& label) {
+        while (token < tokens && label == IGNORED) {
+            if (me == 0) logprobs[token] = 0.0f;
+            row_zero(logits + token * vocab, vocab);
+            token += gridDim.x;
+            label = token < tokens ? labels[token] : IGNORED;
+        }
+        return token;
+    };
+
+    int label = labels[blockIdx.x];
+    int64_t token = supervised(blockIdx.x, label);
+    if (token >= tokens) return;
     T* row = logits + token * vocab;
-    if (label == IGNORED) {
-        if (threadIdx.x == 0) logprobs[token] = 0.0f;
-        row_zero(row, vocab);
-        return;
+    Split<T> split(row, vocab);
+    for (int p = 0; p < PORTIONS; ++p) {
+        for (int k = portion(p); k < portion(p + 1); ++k) fetch(row, split, k);
+        cp_async_commit();
     }
-    float lse = row_lse(row, vocab);
-    if (threadIdx.x == 0) logprobs[token] = label_logprob(row, label, lse, vocab);
-    __syncthreads();  // the label's logit is read before it is overwritten
-    row_gradient(row, row, lse, label, 1.0f, vocab);
+#pragma unroll
+    for (int k = 0; k < KEPT; ++k) keep(row, split, k);
+
+    for (int turn = 0; token < tokens; turn ^= 1) {
+        int64_t next = token + gridDim.x;
+        int next_label = next < tokens ? labels[next] : IGNORED, rest = (held + KEPT) * threads + me;
+        float target = me == 0 ? label_logit(row, label, vocab) : 0.0f;  // before it is overwritten
+        Online mine;
+        auto add_portion = [&](int p) {
+            for (int k = portion(p); k < portion(p + 1); ++k) {
+                if (k * threads + me >= split.vectors) break;
+                Values<T> x;
+                x.load(place(k));
+                mine.add(x);
+            }
+        };
+        cp_async_wait<3>();
+        add_portion(0);
+        cp_async_wait<2>();
+        add_portion(1);
+        cp_async_wait<1>();
+        add_portion(2);
+        cp_async_wait<0>();
+        add_portion(3);
+#pragma unroll
+        for (int k = 0; k < KEPT; ++k)
+            if ((held + k) * threads + me < split.vectors) mine.add(kept[k]);
+        add_vectors<2>(mine, row + split.head, rest, split.vectors);
+        add_loose(mine, row, split);
+        float lse = block_lse(mine, turn);
+        if (me == 0) logprobs[token] = target - lse;
+
+        next = supervised(next, next_label);
+        T* next_row = logits + (next < tokens ? next : token) * vocab;
+        Split<T> next_split(next_row, next < tokens ? vocab : 0);
+        Gradient gradient = {lse, 1.0f, label};
+        store_gradient<2>(row, row, split, rest, gradient);
+        for (int p = 0; p < PORTIONS; ++p) {
+            for (int k = portion(p); k < portion(p + 1); ++k) {
+                int column = split.head + (k * threads + me) * N;
+                if (k * threads + me < split.vectors) {
+                    Values<T> x;
+                    x.load(place(k));
+                    gradient.apply(x, column);
+                    x.store(row + column);
+                }
+                fetch(next_row, next_split, k);
+            }
+            cp_async_commit();
+        }
+#pragma unroll
+        for (int k = 0; k < KEPT; ++k) {
+            int column = split.head + ((held + k) * threads + me) * N;
+            if ((held + k) * threads + me < split.vectors) {
+                gradient.apply(kept[k], column);
+                kept[k].store(row + column);
+            }
+            keep(next_row, next_split, k);
+        }
+        token = next, label = next_label, row = next_row, split = next_split;
+    }
 }
 
 // One block: the order of the sum depends on the number of tokens alone.
-__global__ void nll_total(float* nll_sum, int* count, const float* __restrict__ logprobs,
-                          const int* __restrict__ labels, int tokens, bool accumulate) {
+__global__ void __launch_bounds__(1024)
+    nll_total(float* nll_sum, int* count, const float* __restrict__ logprobs, const int* __restrict__ labels,
+              int tokens, bool accumulate) {
     float sum = 0.0f, supervised = 0.0f;  // counts are exact in float32 up to 2^24
     for (int i = threadIdx.x; i < tokens; i += blockDim.x)
         if (labels[i] != IGNORED) sum -= logprobs[i], supervised += 1.0f;

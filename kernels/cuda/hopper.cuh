@@ -84,9 +84,10 @@ __device__ __forceinline__ int shared_get(const int* p) {
 // outside of the tensor becomes zeros. One thread.
 __device__ __forceinline__ void tma_load(void* panel, const TensorMap* map, Barrier* barrier, int column, int head,
                                          int token) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
-                 :: "r"(shared_address(panel)), "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(head), "r"(token)
-                 : "memory");
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5}], [%2];"
+                 :: "r"(shared_address(panel)), "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(head),
+                    "r"(token) : "memory");
 }
 // Copies `bytes` (a multiple of 16) that lie together, and counts them at the barrier. One thread.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, Barrier* barrier) {

@@ -1,13 +1,26 @@
 // Arithmetic that gives the bits of the host: products and sums that the compiler may not fuse, and
 // stochastic rounding to bf16 by counters. kernels/rounding.py states the scheme and its source.
 #pragma once
-#include "common.cuh"
+#include "pack.cuh"
 
 // Elements that share one Philox call.
 constexpr int ROUNDING_GROUP = 8;
 
 __device__ __forceinline__ float exact_mul(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ float exact_add(float a, float b) { return __fadd_rn(a, b); }
+
+// sqrt(x) and a / b rounded to nearest: the instructions that the compiler makes of them, without its branches
+// for the ends of the range. x is from 2^-100 to 2^100; |a|, b and |a / b| are from 2^-110 to 2^120.
+__device__ __forceinline__ float exact_sqrt(float x) {
+    float y = fast_rsqrt(x), root = __fmul_rn(x, y);
+    return __fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(y, 0.5f), root);
+}
+__device__ __forceinline__ float exact_div(float a, float b) {
+    float y = fast_reciprocal(b);
+    y = __fmaf_rn(y, __fmaf_rn(-b, y, 1.0f), y);
+    float q = __fmul_rn(a, y);
+    return __fmaf_rn(__fmaf_rn(-b, q, a), y, q);
+}
 
 // counter = Philox4x32-10(counter, key).
 __device__ __forceinline__ void philox(uint32_t (&counter)[4], uint32_t key0, uint32_t key1) {
@@ -33,14 +46,33 @@ __device__ __forceinline__ float stochastic_round(float x, uint32_t bits16) {
     return __uint_as_float(moved);
 }
 
-// Rounds eight consecutive elements, the first of which has index `element` in its whole tensor.
-__device__ __forceinline__ void stochastic_round_group(float (&x)[ROUNDING_GROUP], int64_t element,
-                                                       uint32_t tensor, uint32_t role, uint32_t seed,
-                                                       uint32_t step) {
-    uint64_t group = uint64_t(element) / ROUNDING_GROUP;
-    uint32_t words[4] = {uint32_t(group), uint32_t(group >> 32), tensor, role};
+// The random bits of eight consecutive elements, 16 each: element `first` of the whole tensor and on.
+__device__ __forceinline__ void random_words(uint32_t (&words)[4], int64_t first, uint32_t tensor, uint32_t role,
+                                             uint32_t seed, uint32_t step) {
+    uint64_t group = uint64_t(first) / ROUNDING_GROUP;
+    words[0] = uint32_t(group), words[1] = uint32_t(group >> 32), words[2] = tensor, words[3] = role;
     philox(words, seed, step);
+}
+
+// Each of x rounded by its half of a word. Where none is near the end of bf16's range, nor infinite or NaN,
+// adding the bits and dropping the lower half is all there is to it.
+__device__ __forceinline__ Pack<bf16, ROUNDING_GROUP> stochastic_round_group(const float (&x)[ROUNDING_GROUP],
+                                                                             const uint32_t (&words)[4]) {
+    constexpr float LARGEST = 3.38953139e38f;  // of bf16
+    Pack<bf16, ROUNDING_GROUP> out;
+    float size = 0.0f;  // at least each |x|, and NaN if one is
 #pragma unroll
-    for (int j = 0; j < ROUNDING_GROUP; ++j)
-        x[j] = stochastic_round(x[j], j % 2 ? words[j / 2] >> 16 : words[j / 2] & 0xFFFFu);
+    for (int j = 0; j < ROUNDING_GROUP; ++j) size += fabsf(x[j]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        out.word[i] = __byte_perm(__float_as_uint(x[2 * i]) + (words[i] & 0xFFFFu),
+                                  __float_as_uint(x[2 * i + 1]) + (words[i] >> 16), 0x7632);
+    if (!(size < LARGEST)) {
+        float rounded[ROUNDING_GROUP];
+#pragma unroll
+        for (int j = 0; j < ROUNDING_GROUP; ++j)
+            rounded[j] = stochastic_round(x[j], j % 2 ? words[j / 2] >> 16 : words[j / 2] & 0xFFFFu);
+        out.set(rounded);
+    }
+    return out;
 }

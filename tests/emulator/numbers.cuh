@@ -38,6 +38,8 @@ __device__ __forceinline__ float fast_exp2(float x) {
 }
 
 __device__ __forceinline__ float rsqrtf(float x) { return float(1.0 / sqrt(double(x))); }
+__device__ __forceinline__ float fast_rsqrt(float x) { return rsqrtf(x); }
+__device__ __forceinline__ float fast_reciprocal(float x) { return 1.0f / x; }
 __device__ __forceinline__ float __expf(float x) { return expf(x); }
 __device__ __forceinline__ float __exp2f(float x) { return exp2f(x); }
 __device__ __forceinline__ float __exp10f(float x) { return float(pow(10.0, double(x))); }
@@ -89,6 +91,13 @@ __device__ __forceinline__ uint32_t __brev(uint32_t x) {
     uint32_t reversed = 0;
     for (int i = 0; i < 32; ++i) reversed |= (x >> i & 1) << (31 - i);
     return reversed;
+}
+// Byte i of the result is the one of (y, x) that the digit i of `choice` names.
+__device__ __forceinline__ uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t choice) {
+    uint64_t both = uint64_t(y) << 32 | x;
+    uint32_t chosen = 0;
+    for (int i = 0; i < 4; ++i) chosen |= uint32_t(both >> 8 * (choice >> 4 * i & 7) & 0xff) << 8 * i;
+    return chosen;
 }
 template <typename T> __device__ __forceinline__ T __ldg(const T* p) { return *p; }
 template <typename T> __device__ __forceinline__ T __ldcs(const T* p) { return *p; }

@@ -1,4 +1,4 @@
-"""A cuDNN that computes attention in NumPy, through the addresses, strides and offsets it is given.
+"""A cuDNN that computes attention in NumPy, through the addresses and strides it is given.
 
 It takes the calls of kernels/attention_plans.py with the frontend's parameter names, and refuses
 what the frontend refuses. So all that our side says of memory is put to the test without a card.
@@ -14,13 +14,8 @@ import numpy as np
 from surogate.kernels.arrays import BF16
 from surogate.kernels.attention_plans import Card
 
-Kind = enum.Enum("Kind", ["BFLOAT16", "FLOAT", "INT32", "INT64"])
-DTYPES = {
-    Kind.BFLOAT16: BF16,
-    Kind.FLOAT: np.dtype("f4"),
-    Kind.INT32: np.dtype("i4"),
-    Kind.INT64: np.dtype("i8"),
-}
+Kind = enum.Enum("Kind", ["BFLOAT16", "FLOAT"])
+DTYPES = {Kind.BFLOAT16: BF16, Kind.FLOAT: np.dtype("f4")}
 
 
 class NotSupported(Exception):
@@ -28,8 +23,12 @@ class NotSupported(Exception):
 
 
 class Tensor:
+    dim: list[int]
+    stride: list[int]
+    kind: Kind
+
     def __init__(self, graph: "Graph") -> None:
-        self.graph, self.offset = graph, None
+        self.graph = graph
         self.number = len(graph.tensors) + 1
         graph.tensors.append(self)
 
@@ -49,9 +48,6 @@ class Tensor:
     def set_data_type(self, value: Kind) -> "Tensor":
         return self._set("kind", value)
 
-    def set_ragged_offset(self, value: "Tensor") -> "Tensor":
-        return self._set("offset", value)
-
     def get_uid(self) -> int:
         assert self.graph.built, "a number is given when the graph is built"
         return self.number
@@ -70,7 +66,6 @@ class Graph:
     def sdpa(
         self, *, name, q, k, v, generate_stats, attn_scale, use_causal_mask=False,
         diagonal_alignment=None, diagonal_band_left_bound=None, diagonal_band_right_bound=None,
-        use_padding_mask=False, seq_len_q=None, seq_len_kv=None,
     ):  # fmt: skip
         assert generate_stats
         outputs = Tensor(self), Tensor(self)
@@ -80,10 +75,9 @@ class Graph:
     def sdpa_backward(
         self, *, name, q, k, v, o, dO, stats, attn_scale, use_deterministic_algorithm,
         use_causal_mask=False, diagonal_alignment=None, diagonal_band_left_bound=None,
-        diagonal_band_right_bound=None, use_padding_mask=False, seq_len_q=None, seq_len_kv=None,
-        max_total_seq_len_q=None, max_total_seq_len_kv=None,
+        diagonal_band_right_bound=None,
     ):  # fmt: skip
-        assert (max_total_seq_len_q is None) == (seq_len_q is None)
+        assert use_deterministic_algorithm
         outputs = Tensor(self), Tensor(self), Tensor(self)
         self.node = {**locals(), **dict(zip(("dq", "dk", "dv"), outputs, strict=True))}
         self.backward = True
@@ -94,10 +88,10 @@ class Graph:
             raise self.library.refusal
         node = self.node
         assert node["use_causal_mask"] != (node["diagonal_band_right_bound"] == 0)
-        assert node["q"].dim[2] > 1, "a sequence of one token is not supported"
+        if node["q"].dim[2] == 1:
+            raise NotSupported("a sequence of one token is not supported")
         for name in ("q", "k", "v", "o"):
             assert node[name].stride[3] == 1
-            assert (node[name].offset is not None) == node["use_padding_mask"]
 
     def build_operation_graph(self) -> None:
         pass
@@ -114,38 +108,24 @@ class Graph:
 
     def get_workspace_size(self) -> int:
         batch, heads, seq, _ = self.node["q"].dim
-        if not self.backward:
-            return 16
-        return batch * heads * seq * (seq * 2 if self.node["use_deterministic_algorithm"] else 4)
+        return batch * heads * seq * seq * 2 if self.backward else 16
 
     def execute(self, pack: dict[int, int], workspace: int, handle: int) -> None:
         wanted = {t.number for t in self.tensors}
         assert set(pack) == wanted, f"addresses of {set(pack)}, wanted {wanted}"
         assert workspace and handle == self.library.HANDLE
         self.library.executions += 1
-        node = self.node
-        batch = node["q"].dim[0]
-        lengths = None
-        if node["use_padding_mask"]:
-            lengths, others = (
-                _at(pack[node[name].number], (batch,), (1,), Kind.INT32)
-                for name in ("seq_len_q", "seq_len_kv")
-            )
-            assert (lengths == others).all()
-        for row in range(batch):
-            length = node["q"].dim[2] if lengths is None else int(lengths[row])
-            assert length <= node["q"].dim[2], "a document longer than the plan's"
-            if length:
-                self._attend(pack, row, length)
+        for row in range(self.node["q"].dim[0]):
+            self._attend(pack, row)
 
-    def _attend(self, pack: dict[int, int], row: int, length: int) -> None:
+    def _attend(self, pack: dict[int, int], row: int) -> None:
         node = self.node
 
         def view(name: str) -> np.ndarray:
-            return _row(node[name], pack, row, length)
+            return _row(node[name], pack, row)
 
         q, k, v = (view(name).astype("f4") for name in "qkv")
-        group = q.shape[0] // k.shape[0]
+        group, length = q.shape[0] // k.shape[0], q.shape[1]
         k, v = (np.repeat(x, group, 0) for x in (k, v))
         i, j = np.arange(length)[:, None], np.arange(length)
         window = node["diagonal_band_left_bound"] or length
@@ -173,16 +153,10 @@ def _at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], kind: Ki
     return np.ndarray(shape, DTYPES[kind], memory, strides=[s * size for s in strides])
 
 
-def _row(tensor: Tensor, pack: dict[int, int], row: int, length: int) -> np.ndarray:
-    """[heads, length, columns] of a row, or of a document."""
-    batch, heads, _, columns = tensor.dim
-    if tensor.offset is None:
-        first = row * tensor.stride[0]
-    else:
-        assert tensor.offset.dim == [batch + 1, 1, 1, 1]
-        first = int(_at(pack[tensor.offset.number], (batch + 1,), (1,), Kind.INT64)[row])
-    address = pack[tensor.number] + first * DTYPES[tensor.kind].itemsize
-    return _at(address, (heads, length, columns), tuple(tensor.stride[1:]), tensor.kind)
+def _row(tensor: Tensor, pack: dict[int, int], row: int) -> np.ndarray:
+    """[heads, seq, columns] of a row."""
+    address = pack[tensor.number] + row * tensor.stride[0] * DTYPES[tensor.kind].itemsize
+    return _at(address, tuple(tensor.dim[1:]), tuple(tensor.stride[1:]), tensor.kind)
 
 
 class Library:

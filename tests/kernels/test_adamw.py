@@ -158,6 +158,25 @@ def test_host_and_kernel_agree_to_the_bit(kind, device):
             same_leaf(got, want)
 
 
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[5]], ids=str)
+def test_the_ends_of_the_range_give_the_bits_of_the_host(kind, device):
+    """Moments and parameters too small or large for the kernel's shortcuts, alone and in groups."""
+    first = [0.0, -0.0, 1e-42, -1e-38, 1e-30, 5.5e-20, -5.3e-20, 1e-9, 1.0, -1e17, 1e20, 1e29]
+    second = [0.0, 1e-44, 1e-38, 7.8e-31, 8e-31, 1e-12, 1.0, 1e18, 1e20, 1e37]
+    pairs = np.array([(m, v) for m in first for v in second], np.float32)
+    pairs = np.concatenate([pairs, np.repeat(pairs, 8, axis=0)])  # then groups of one value
+    m, v = pairs.T.copy()
+    leaf = make(m.shape, kind, seed=4)
+    leaf = leaf._replace(m=m.astype(leaf.m.dtype), v=v.astype(leaf.v.dtype))
+    leaf.param[::97] = 3.389e38  # next to the largest bfloat16
+    for epsilon, scale in ((1e-8, 0.0), (1e-8, 1e-3), (2.0, 1e-3)):
+        scalars, norm = adamw_scalars(lr=1e-2, step=9, **BETAS), flag(scale, 1, "host")
+        settings = {**SETTINGS, "epsilon": epsilon}
+        want = host_step(leaf, scalars, norm, **settings)
+        there = to_device(scalars, device), to_device(norm, device)
+        same_leaf(adamw_step(moved(leaf, device), *there, **settings), want)
+
+
 @pytest.mark.parametrize("kind", [KINDS[2], KINDS[5]], ids=str)
 def test_unaligned_tensors_and_their_neighbours(kind, device):
     """Views that start anywhere give the bits of aligned ones; nothing beside them is written."""

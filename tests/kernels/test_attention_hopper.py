@@ -1,5 +1,6 @@
 """Attention on Hopper: against float64 autodiff, by document, by window, by how arrays lie."""
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from surogate.kernels import attention_hopper, attention_mma
+from surogate.kernels import attention_hopper, attention_mma, nvrtc
 from surogate.kernels.arrays import empty
 from surogate.kernels.attention import AttentionResiduals, attention_ref
 from surogate.kernels.batch import Docs, docs_from_lengths
@@ -27,6 +28,7 @@ PACKS = pytest.mark.parametrize(
     "lengths", [ONE, EDGES, ALIGNED, SHORT], ids=["one", "edges", "aligned", "short"]
 )
 HEADS = pytest.mark.parametrize("heads,kv_heads", [(2, 2), (4, 2), (4, 1), (7, 1)])
+HEAD_DIMS = pytest.mark.parametrize("head_dim", attention_hopper.TILES)
 
 
 def is_hopper() -> bool:
@@ -50,10 +52,12 @@ def docs_on(device: str, lengths: list[int]) -> Docs:
     return Docs(*(to_device(x, device) for x in docs_from_lengths(lengths)))
 
 
-def problem(lengths: list[int], heads: int, kv_heads: int, seed: int = 0) -> Any:
+def problem(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int = HEAD_DIM, seed: int = 0
+) -> Any:
     """q, k, v, do on the host."""
     tokens = sum(lengths)
-    queries, keys = (tokens, heads, HEAD_DIM), (tokens, kv_heads, HEAD_DIM)
+    queries, keys = (tokens, heads, head_dim), (tokens, kv_heads, head_dim)
     return normal("bfloat16", queries, keys, keys, queries, seed=seed)
 
 
@@ -61,20 +65,20 @@ def run(device, arrays, sinks, do, lengths, *, window=None):
     """(o, lse, dq, dk, dv, stats) of forward and backward."""
     q, k, v, do = (to_device(x, device) for x in (*arrays, do))
     sinks = None if sinks is None else to_device(sinks, device)
-    settings = (docs_on(device, lengths), HEAD_DIM**-0.5, window)
+    settings = (docs_on(device, lengths), q.shape[2] ** -0.5, window)
     o, lse = attention_hopper.forward(q, k, v, sinks, *settings)
     res = AttentionResiduals(q, k, v, sinks, o, lse, *settings, None)
-    (tokens, heads, _), kv_heads = q.shape, k.shape[1]
-    packed = empty((tokens, heads + 2 * kv_heads, HEAD_DIM), q.dtype, like=q)
+    (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
+    packed = empty((tokens, heads + 2 * kv_heads, head_dim), q.dtype, like=q)
     grads = packed[:, :heads], packed[:, heads : heads + kv_heads], packed[:, heads + kv_heads :]
     stats = attention_hopper.backward(res, do, *grads)
     return (o, lse, *grads, stats)
 
 
-def check(device, lengths, heads, kv_heads, *, window=None, sinks=None):
-    *arrays, do = problem(lengths, heads, kv_heads)
+def check(device, lengths, heads, kv_heads, *, head_dim=HEAD_DIM, window=None, sinks=None):
+    *arrays, do = problem(lengths, heads, kv_heads, head_dim)
     docs = docs_from_lengths(lengths)
-    reference = partial(attention_ref, docs=docs, scale=HEAD_DIM**-0.5, window=window)
+    reference = partial(attention_ref, docs=docs, scale=head_dim**-0.5, window=window)
     o, dq, dk, dv, _ = oracle(reference, (*arrays, sinks), do)
     got_o, lse, got_dq, got_dk, got_dv, stats = run(
         device, arrays, sinks, do, lengths, window=window
@@ -85,18 +89,20 @@ def check(device, lengths, heads, kv_heads, *, window=None, sinks=None):
     stats, tokens = to_host(stats), len(do)
     delta = (do.astype(np.float32) * to_host(got_o).astype(np.float32)).sum(-1).T
     close(stats[:, :tokens, 0], to_host(lse) / np.log(2), "float32", scale=1)
-    close(stats[:, :tokens, 1], delta, "float32", terms=HEAD_DIM)
+    close(stats[:, :tokens, 1], delta, "float32", terms=head_dim)
     assert (stats[:, tokens:] == (np.inf, 0)).all(), "rows of padding must weigh nothing"
 
 
 @HEADS
-def test_matches_reference(heads, kv_heads, device):
-    check(device, EDGES, heads, kv_heads)
+@HEAD_DIMS
+def test_matches_reference(heads, kv_heads, head_dim, device):
+    check(device, EDGES, heads, kv_heads, head_dim=head_dim)
 
 
 @PACKS
-def test_documents(lengths, device):
-    check(device, lengths, 2, 1)
+@HEAD_DIMS
+def test_documents(lengths, head_dim, device):
+    check(device, lengths, 2, 1, head_dim=head_dim)
 
 
 @PACKS
@@ -187,23 +193,50 @@ def test_refuses_scattered_columns():
             attention_hopper.forward(scattered, k, v, None, docs_from_lengths([10]), 1.0, None)
 
 
+@pytest.mark.parametrize("source", [attention_hopper.FORWARD, attention_hopper.BACKWARD])
+def test_compiler_keeps_products_in_the_background(source):
+    """It says so when it makes each product wait for the one before, and when registers spill."""
+    from cupy.cuda import nvrtc as compiler
+
+    headers = nvrtc._headers()
+    texts, names = ([x.encode() for x in part] for part in (headers.values(), headers))
+    program = compiler.createProgram(source.text(), f"{source.stem}.cu", texts, names)
+    for expression in source.expressions():
+        compiler.addNameExpression(program, expression)
+    options = ("--gpu-architecture=sm_90a", "--ptxas-options=-v", *nvrtc.FLAGS)
+    compiler.compileProgram(program, (*options, *nvrtc._include_flags()))
+    log = compiler.getProgramLog(program)
+    assert "serialized" not in log and "wait_group is injected" not in log, log
+    spills = re.findall(r"(\d+) bytes spill stores", log)
+    assert len(spills) == len(source.expressions()) and set(spills) == {"0"}, log
+
+
+def views_of_one(q: Any, k: Any, v: Any) -> list[Any]:
+    """Arrays of the shapes of q, k and v in one buffer, as attention_bwd lays gradients out."""
+    tokens, heads, head_dim = q.shape
+    packed = empty((tokens, heads + 2 * k.shape[1], head_dim), q.dtype, like=q)
+    ends = np.cumsum([0, heads, k.shape[1], k.shape[1]])
+    return [packed[:, a:b] for a, b in zip(ends, ends[1:], strict=False)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 500])
+@HEAD_DIMS
 @pytest.mark.parametrize(
     "lengths", [[4096], [2048, 2048], [256] * 16, [1000, 1, 2, 3000, 93]], ids=str
 )
-def test_large(lengths, window):
+def test_large(lengths, head_dim, window):
     """A model's sizes, against the kernels for every card."""
     if not is_hopper():
         pytest.skip("needs a Hopper card")
-    *arrays, do = (to_device(x, "cuda") for x in problem(lengths, 8, 2))
+    *arrays, do = (to_device(x, "cuda") for x in problem(lengths, 8, 2, head_dim))
     got = run("cuda", arrays, None, do, lengths, window=window)
-    settings = (docs_on("cuda", lengths), HEAD_DIM**-0.5, window)
+    settings = (docs_on("cuda", lengths), head_dim**-0.5, window)
     o, lse = attention_mma.forward(*arrays, None, *settings)
     res = AttentionResiduals(*arrays, None, o, lse, *settings, None)
-    want = [empty(x.shape, x.dtype, like=x) for x in arrays]
+    want = views_of_one(*arrays)
     attention_mma.backward(res, do, *want)
     close(got[0], o, "bfloat16", roundings=OUT, scale=1)
-    close(got[1], lse, "float32", terms=HEAD_DIM)
+    close(got[1], lse, "float32", terms=head_dim)
     for a, b in zip(got[2:5], want, strict=True):
         close(a, b, "bfloat16", roundings=2 * GRAD, scale=1)  # both are rounded

@@ -17,8 +17,9 @@ from surogate.kernels.cross_entropy import (
 )
 from tests.oracle import close, normal, oracle, same_bits, to_device, to_host
 
-# least; shorter than a vector; rows that start at every alignment; a model's; two blocks of threads
-SHAPES = [(1, 1), (5, 7), (9, 131), (4, 128), (2, 49152)]
+# least; shorter than a vector; rows that start at every alignment, on blocks that walk; aligned;
+# models' vocabularies: rows in shared memory; in registers too, ragged; longer than both hold
+SHAPES = [(1, 1), (5, 7), (29, 131), (4, 128), (2, 49152), (5, 151937), (1, 262144)]
 
 
 def inputs(dtype, tokens, vocab, device, spread=3.0):

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from surogate.kernels.arrays import FROZEN
+from surogate.kernels.arrays import FROZEN, namespace
 from surogate.kernels.pair import vjp
 from surogate.kernels.rmsnorm import (
     MAX_HIDDEN,
@@ -274,3 +274,48 @@ def test_kernels_refuse_a_row_too_wide(device):
     wide, weight = normal("float32", (1, MAX_HIDDEN + 4), (MAX_HIDDEN + 4,), device=device)
     with pytest.raises(ValueError, match="hidden must be at most 16384, got 16388"):
         rmsnorm_fwd(wide, weight, eps=EPS)
+
+
+def apart(x, columns: int):
+    """A copy of x whose rows are ``columns`` elements farther apart, and NaN between them."""
+    wide = namespace(x).full((len(x), x.shape[1] + columns), np.nan, x.dtype)
+    view = wide[:, : x.shape[1]]
+    view[...] = x
+    return view
+
+
+@pytest.mark.parametrize("hidden", [136, 39])
+@pytest.mark.parametrize("columns", [64, 3])  # rows that do and do not begin at 16 bytes
+@each_dtype
+def test_rows_may_lie_apart(columns, hidden, dtype, device):
+    x, residual, weight, dy, _ = problem(dtype, 6, hidden, device)
+    y, res = rmsnorm_fwd(x, weight, eps=EPS)
+    dx, dweight = rmsnorm_bwd(res, dy, dresidual=residual)
+    out = apart(dy, columns)
+    got, got_res = rmsnorm_fwd(x, weight, eps=EPS, out=out)
+    assert got is out
+    same_bits(got, y)
+    same_bits(got_res.rstd, res.rstd)
+    rows = [apart(a, columns) for a in (dy, residual, dy)]
+    got_dx, got_dweight = rmsnorm_bwd(res, rows[0], dresidual=rows[1], out=rows[2])
+    assert got_dx is rows[2]
+    same_bits(got_dx, dx)
+    same_bits(got_dweight, dweight)
+    for view in (out, *rows):
+        assert np.isnan(to_host(view.base)[:, hidden:].astype(np.float32)).all(), "written between"
+
+
+def test_rows_that_begin_off_16_bytes(device):
+    x, _, weight, dy, _ = problem("bfloat16", 6, 64, device)
+    y, res = rmsnorm_fwd(x, weight, eps=EPS)
+    out = apart(dy, 8).base[:, 1:65]
+    same_bits(rmsnorm_fwd(x, weight, eps=EPS, out=out)[0], y)
+
+
+def test_refuses_an_out_that_does_not_fit():
+    x, _, weight, dy, _ = problem("float32", 4, 8, "host")
+    res = rmsnorm_fwd(x, weight, eps=EPS)[1]
+    with pytest.raises(ValueError, match=r"rmsnorm_fwd: out must be float32\(4, 8\)"):
+        rmsnorm_fwd(x, weight, eps=EPS, out=x.astype(np.float64))
+    with pytest.raises(ValueError, match=r"rmsnorm_bwd: out must be float32\(4, 8\)"):
+        rmsnorm_bwd(res, dy, out=x.astype(np.float64))

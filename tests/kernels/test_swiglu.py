@@ -112,3 +112,34 @@ def test_refuses_what_it_cannot_do():
     gate_up, dy = problem("float32", 2, 4, "host")
     with pytest.raises(ValueError, match=r"dy must be float32\(2, 4\), got float64\(2, 4\)"):
         swiglu_bwd(SwiGLUResiduals(gate_up), dy.astype(np.float64))
+
+
+@pytest.mark.parametrize("ffn", [40, 7])
+@pytest.mark.parametrize("columns", [64, 3])  # rows that do and do not begin at 16 bytes
+@each_dtype
+def test_rows_may_lie_apart(columns, ffn, dtype, device):
+    gate_up, dy = problem(dtype, 5, ffn, device)
+    y, res = swiglu_fwd(gate_up)
+    d_gate_up = swiglu_bwd(res, dy)
+
+    def rows_of(width: int):
+        return to_device(np.full((5, width + columns), np.nan, to_host(dy).dtype), device)
+
+    narrow, grad, wide = rows_of(ffn), rows_of(ffn), rows_of(2 * ffn)
+    got, _ = swiglu_fwd(gate_up, out=narrow[:, :ffn])
+    same_bits(got, y)
+    grad[:, :ffn] = dy
+    same_bits(swiglu_bwd(res, grad[:, :ffn], out=wide[:, : 2 * ffn]), d_gate_up)
+    same_bits(wide[:, : 2 * ffn], d_gate_up)
+    for rows, width in ((narrow, ffn), (wide, 2 * ffn)):
+        assert np.isnan(to_host(rows)[:, width:].astype(np.float32)).all(), "written between"
+    again = swiglu_bwd(res, grad[:, :ffn], recompute=True)[1]
+    same_bits(again, y)
+
+
+def test_refuses_an_out_that_does_not_fit():
+    gate_up, dy = problem("float32", 2, 4, "host")
+    with pytest.raises(ValueError, match=r"swiglu_fwd: out must be float32\(2, 4\)"):
+        swiglu_fwd(gate_up, out=dy[:, :3])
+    with pytest.raises(ValueError, match=r"swiglu_bwd: out must be float32\(2, 8\)"):
+        swiglu_bwd(SwiGLUResiduals(gate_up), dy, out=gate_up[:, :6])

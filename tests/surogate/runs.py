@@ -169,26 +169,24 @@ def train(folder: Path, **settings: Any) -> list[dict[str, Any]]:
     return read_log(Path(settings.get("output_dir", folder / "out")) / "log.jsonl")
 
 
-def command(config: Path, *overrides: str) -> list[str]:
-    """surogate-run as a process of its own."""
-    options = [part for text in overrides for part in ("--set", text)]
+def start(config: Path, *overrides: str, limit: int | None = None) -> "subprocess.Popen[str]":
+    """Starts surogate-run as a process on one thread, with its output in pipes.
+
+    ``limit`` is the number of bytes that a file may have, as on a disk that is full.
+    """
     code = "from surogate.cli import run; run()"
-    return [sys.executable, "-c", code, str(config), *options]
-
-
-def start(config: Path, *overrides: str, **options: Any) -> subprocess.Popen[str]:
-    """Starts that process, on one thread, with its output in pipes."""
+    if limit is not None:
+        code = f"import resource as r; r.setrlimit(r.RLIMIT_FSIZE, ({limit}, {limit})); {code}"
+    options = [part for text in overrides for part in ("--set", text)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    environment["OPENBLAS_NUM_THREADS"] = "1"
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return subprocess.Popen(
-        command(config, *overrides),
+        [sys.executable, "-c", code, str(config), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=os.environ | threads | {"PYTHONPATH": path},
         cwd=config.parent,
-        **options,
     )
 
 

@@ -1,0 +1,61 @@
+"""A step whose adapted weights lie with their adapters: as the plain step, but for rounding."""
+
+import numpy as np
+import pytest
+
+from surogate.kernels import tree
+from surogate.kernels.widened import Widened
+from surogate.step import TrainStep
+from tests.oracle import same_bits
+from tests.surogate.test_step import batches, folders, loaded, train_step
+
+__all__ = ["folders"]  # a fixture
+
+
+def run(step: TrainStep) -> list[float]:
+    losses = []
+    for seed in range(3):
+        for batch in batches(2, seed=seed):
+            step.micro(batch)
+        losses.append(step.update(0.02).result().loss)
+    return losses
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "block"])
+def test_updates_equal_those_of_the_plain_step(folders, recompute):
+    model = loaded(folders("qwen3"), lora=True)
+    plain = train_step(model, recompute=recompute)
+    wide = train_step(model, recompute=recompute, widen=True)
+    assert run(wide) == pytest.approx(run(plain), rel=1e-5)
+    for got, want in zip(tree.leaves(wide.adapter), tree.leaves(plain.adapter), strict=True):
+        assert np.linalg.norm(got - want) <= 1e-3 * np.linalg.norm(want)
+    evaluated = [step.evaluate(batches(1)[0]) for step in (wide, plain)]
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5)
+
+
+def test_the_model_is_that_which_was_given_and_holds_no_adapter(folders):
+    model = loaded(folders("qwen3"), lora=True)
+    step = train_step(model, widen=True)
+    run(step)
+    for got, want in zip(tree.leaves(step.model), tree.leaves(model.params), strict=True):
+        assert not isinstance(got, Widened)
+        same_bits(got, want)
+
+
+def test_a_written_adapter_counts_after_a_refresh(folders):
+    model = loaded(folders("qwen3"), lora=True)
+    (batch,) = batches(1)
+    step, other = (train_step(model, widen=True) for _ in range(2))
+    before = step.evaluate(batch)
+    run(other)
+    for leaf, trained in zip(tree.leaves(step.adapter), tree.leaves(other.adapter), strict=True):
+        leaf[...] = trained
+    assert step.evaluate(batch) == before
+    step.refresh()
+    assert step.evaluate(batch) == other.evaluate(batch) != before
+
+
+def test_without_adapters_there_is_nothing_to_widen(folders):
+    model = loaded(folders("qwen3"), lora=False)
+    wide, plain = train_step(model, widen=True), train_step(model)
+    assert run(wide) == run(plain)
