@@ -17,7 +17,10 @@ from surogate.kernels.arrays import BF16
 SETTINGS: dict[str, Any] = dict(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.1)
 LAYERS = [(2048, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (1024,), (1024,)] * 28
 MODEL = [(151936, 1024), *LAYERS]  # the tensors of a model of 0.6 billion parameters
-ADAPTER = [(16, 1024), (2048, 16), (16, 3072), (1024, 16)] * 28  # many small tensors: launch bound
+# Many small tensors, of 3 and 13 million elements.
+ADAPTER, WIDE_ADAPTER = (
+    [(rank, 1024), (2048, rank), (rank, 3072), (1024, rank)] * 28 for rank in (16, 64)
+)
 # name: dtypes of parameter, gradient and moments, and whether there is a master
 KINDS = {
     "bf16 + master, fp32 gradient": (BF16, np.float32, np.float32, True),
@@ -47,10 +50,10 @@ def leaves(shapes: Sequence[tuple[int, ...]], kind: tuple) -> list[AdamWLeaf]:
 
 
 def cases() -> Iterator[Case]:
-    """Every kind over a model, larger than any L2 cache, and over an adapter."""
+    """Every kind over a model, larger than any L2 cache, and over adapters."""
     scalars = cupy.asarray(adamw_scalars(lr=1e-4, step=10, beta1=0.9, beta2=0.999))
     norm = cupy.asarray(np.array([1, 1e-3, 1], np.float32))
-    for shapes, what in ((MODEL, "0.6B"), (ADAPTER, "adapter")):
+    for shapes, what in ((MODEL, "0.6B"), (ADAPTER, "rank 16"), (WIDE_ADAPTER, "rank 64")):
         for name, kind in KINDS.items():
             table = adamw_table(leaves(shapes, kind))
             state = [x for each in table.leaves for x in (each.param, each.m, each.v, each.master)]

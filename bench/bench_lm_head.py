@@ -1,7 +1,6 @@
-"""LM head and loss: the training path at several chunks, and the cross entropy kernels alone.
+"""LM head and loss: the training path at several chunks.
 
-Three products of tokens x vocab x hidden are what the training path cannot avoid. The fused kernel
-must read the logits and write their gradient; its second read should hit the L2 cache.
+Three products of tokens x vocab x hidden are what the training path cannot avoid.
 """
 
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ import cupy
 
 from bench.harness import Case
 from surogate.kernels.arrays import BF16, FROZEN
-from surogate.kernels.cross_entropy import cross_entropy_fused_, cross_entropy_fwd
 from surogate.kernels.lm_head import default_chunk, lm_head_loss_and_grad, lm_head_loss_fwd
 
 TOKENS = 16384
@@ -45,19 +43,3 @@ def cases() -> Iterator[Case]:
 
         yield Case(f"lm_head {name} loss and dx, frozen weight", frozen, flops=2 * product)
         yield Case(f"lm_head {name} loss", evaluate, flops=product)
-        yield from kernel_cases(name, usual, vocab, labels)
-
-
-def kernel_cases(name: str, tokens: int, vocab: int, labels: cupy.ndarray) -> Iterator[Case]:
-    """Cross entropy of one chunk; its logits do not fit the L2 cache."""
-    logits = cupy.random.standard_normal((tokens, vocab), dtype="f4").astype(BF16)
-    gradient, labels = logits.copy(), labels[:tokens]
-
-    def forward() -> None:
-        cross_entropy_fwd(logits, labels=labels)
-
-    def fused() -> None:
-        cross_entropy_fused_(gradient, labels=labels)
-
-    yield Case(f"cross_entropy {name} forward", forward, bytes=logits.nbytes)
-    yield Case(f"cross_entropy {name} fused", fused, bytes=2 * logits.nbytes)

@@ -25,11 +25,14 @@ class Captured(Generic[T]):
                 "capture: the null stream cannot be captured; run under `with cupy.cuda.Stream()`"
             )
         # The first run compiles kernels and tries matrix-product algorithms, with scratch memory
-        # that the graph will not need; the second fills the graph's pool with what it will.
-        step()
-        self._stream.synchronize()
-        cupy.get_default_memory_pool().free_all_blocks()
+        # that the graph will not need; the second fills the graph's pool with what it will. A pool
+        # that other graphs have filled serves both runs: beside it there may be no room.
+        if self._pool.total_bytes() == 0:
+            step()
+            self._stream.synchronize()
+            cupy.get_default_memory_pool().free_all_blocks()
         with cupy.cuda.using_allocator(self._pool.malloc):
+            step()
             step()
             self._stream.synchronize()
             self._stream.begin_capture()
@@ -55,8 +58,8 @@ class Captured(Generic[T]):
 def capture(step: Callable[[], T], *, pool: Any = None) -> Captured[T]:
     """Records ``step()``, which reads and writes arrays in place, into a CUDA graph on this stream.
 
-    ``step`` runs twice first, for real, and must not synchronise, copy to the host or depend on
-    anything but its arrays. Graphs that replay on one stream alone may share a ``pool``
+    ``step`` runs a few times first, for real, and must not synchronise, copy to the host or depend
+    on anything but its arrays. Graphs that replay on one stream alone may share a ``pool``
     (cupy.cuda.MemoryPool): what one allocates is free when another begins. Raises ValueError on the
     null stream.
     """

@@ -27,9 +27,9 @@ from surogate.kernels.nvrtc import THREADS, Source, ctype, vector_width
 from surogate.kernels.pair import Pair
 
 COPIES = 4  # packs a thread has in flight, as in embedding.cu
-RARE = 128  # an id that occurs more often is summed by whole blocks
-BLOCKS = 1056  # that walk over the ids: eight on each multiprocessor of an H200
-HOT_WARPS = 8
+RARE = 32  # an id that occurs more often is summed by whole blocks
+BLOCKS, HOT_BLOCKS = 1056, 264  # that walk over the ids: eight and two on each SM of an H200
+HOT_WARPS = 32
 
 _DTYPES = [("float", "float", 4), ("float", "bf16", 8), ("bf16", "bf16", 8)]
 SOURCE = Source(
@@ -130,7 +130,8 @@ def _sum_by_id(ids: Array, vocab: int, dy: Array, out: Array, accumulate: bool) 
     tokens, hidden = dy.shape
     if tokens == 0:
         return
-    count, totals = zeros((vocab,), np.int32, like=dy), zeros((3,), np.int32, like=dy)
+    cleared = zeros((vocab + 3,), np.int32, like=dy)
+    count, totals = cleared[:vocab], cleared[vocab:]
     begin = empty((vocab,), np.int32, like=dy)
     arrival, rare, placed, order = (empty((tokens,), np.int32, like=dy) for _ in range(4))
     hot = empty((max(1, tokens // (RARE + 1)),), np.int32, like=dy)
@@ -143,12 +144,15 @@ def _sum_by_id(ids: Array, vocab: int, dy: Array, out: Array, accumulate: bool) 
     ):
         SOURCE.launch(kernel, (), grid, THREADS, arguments)
     types = (ctype(out.dtype), ctype(dy.dtype), str(_width(dy.dtype, hidden)))
-    for listed, total, warps in ((rare, totals[1:2], 1), (hot, totals[2:3], HOT_WARPS)):
+    for listed, total, warps, blocks in (
+        (rare, totals[1:2], 1, BLOCKS),
+        (hot, totals[2:3], HOT_WARPS, HOT_BLOCKS),
+    ):
         SOURCE.launch(
             "embedding_bwd",
             (*types, str(warps)),
-            BLOCKS,
-            THREADS,
+            blocks,
+            THREADS if warps == 1 else 32 * warps,
             [out, dy, listed, total, order, begin, count, hidden, accumulate],
         )
 

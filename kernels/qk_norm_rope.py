@@ -37,23 +37,23 @@ from surogate.kernels.rmsnorm import rmsnorm_ref, sum_partials
 from surogate.kernels.rope import (
     RopeTable,
     check_table,
-    pack_width,
     rope_ref,
     rotate_host,
     token_stride,
 )
 
-WARPS = 4  # of a block, a token each
-# Shares of the weight gradients: a constant, so that sums have one order on all cards. Four blocks
+WARPS = 4  # of a block
+# Shares of the weight gradients: a constant, so that sums have one order on all cards. Five blocks
 # on each of the 132 multiprocessors of an H200.
-BLOCKS = 528
+BLOCKS = 660
 MAX_HEAD_DIM = 512
+PACK = 4  # values of an access: in bfloat16 8 bytes, so that a lane keeps few angles and shares
 
+# Values of an access, and slots of a head that a lane has: where halves of a head divide by PACK,
+# up to 256 columns and up to 512; else.
+_LAYOUTS = [(str(PACK), "1"), (str(PACK), "2"), ("1", "8")]
 _INSTANCES: list[tuple[str, ...]] = [
-    ("float", "4", "1"),
-    ("float", "1", "8"),
-    ("bf16", "8", "1"),
-    ("bf16", "1", "8"),
+    (dtype, *layout) for dtype in ("float", "bf16") for layout in _LAYOUTS
 ]
 SOURCE = Source("qk_norm_rope", {"qk_norm_rope_fwd": _INSTANCES, "qk_norm_rope_bwd": _INSTANCES})
 
@@ -240,8 +240,14 @@ def _segments(res: QKNormRopeResiduals) -> list[tuple[slice, Array | None]]:
 
 class _Launch(NamedTuple):
     types: tuple[str, ...]
-    lanes: int  # of a head
+    heads_of_item: int  # of a token, which a warp takes at once
     sizes: list[int | float]  # the last parameters of both kernels
+
+    def blocks(self, tokens: int, heads: int) -> int:
+        """Blocks that take an item a warp."""
+        items = tokens * -(-heads // self.heads_of_item)
+        require(items < 1 << 31, f"qk_norm_rope: takes less than 2^31 items, got {items}")
+        return -(-items // WARPS)
 
 
 def _plan(res: QKNormRopeResiduals, x: Array) -> _Launch:
@@ -251,14 +257,19 @@ def _plan(res: QKNormRopeResiduals, x: Array) -> _Launch:
         head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM,
         f"qk_norm_rope: head_dim must be even and at most {MAX_HEAD_DIM}, got {head_dim}",
     )
-    width = pack_width(x.dtype, head_dim, half)
-    slots = head_dim // (2 * width)
-    lanes = 1 << (slots - 1).bit_length()
-    if width == 1 or lanes > 32:
-        width, lanes = 1, 32
-    types = (ctype(x.dtype), str(width), "8" if width == 1 else "1")
+    if half % PACK == 0 and head_dim % (2 * PACK) == 0:
+        slots = head_dim // (2 * PACK)
+        lanes = min(32, 1 << (slots - 1).bit_length())
+        layout = (str(PACK), "1" if slots <= 32 else "2")
+    else:
+        lanes, layout = 32, ("1", "8")
+    in_flight = 8 // x.dtype.itemsize if layout[1] == "1" else 1  # heads, as in qk_norm_rope.cu
     sizes = [tokens, res.heads, res.kv_heads, head_dim, half, lanes]
-    return _Launch(types, lanes, [*sizes, float(res.eps), float(res.unit_offset)])
+    return _Launch(
+        (ctype(x.dtype), *layout),
+        in_flight * (32 // lanes),
+        [*sizes, float(res.eps), float(res.unit_offset)],
+    )
 
 
 def _forward_kernel(res: QKNormRopeResiduals, qkv: Array, qk: Array) -> None:
@@ -267,7 +278,7 @@ def _forward_kernel(res: QKNormRopeResiduals, qkv: Array, qk: Array) -> None:
     source = None if qk is qkv else qkv
     arrays = [qk, source, res.q_weight, res.k_weight, *res.table, res.positions]
     if len(qkv):
-        grid = -(-len(qkv) // WARPS)
+        grid = plan.blocks(len(qkv), res.heads + res.kv_heads)
         arguments = arrays + strides + plan.sizes
         SOURCE.launch("qk_norm_rope_fwd", plan.types, grid, 32 * WARPS, arguments)
 
@@ -281,10 +292,12 @@ def _backward_kernel(
 ) -> tuple[Array | None, Array | None]:
     plan = _plan(res, dqkv)
     tokens, _, head_dim = dqkv.shape
-    blocks, partial = max(1, -(-tokens // WARPS)), None
+    blocks = [max(1, plan.blocks(tokens, heads)) for heads in (res.heads, res.kv_heads)]
+    partial = None
     if res.q_weight is not None and not all(isinstance(t, Frozen) for t in targets):
-        blocks = min(BLOCKS, blocks)
-        partial = empty((2, blocks, head_dim), F32, like=dqkv)
+        total = sum(blocks)
+        blocks = [max(1, min(n, BLOCKS * n // total)) for n in blocks]
+        partial = empty((sum(blocks), head_dim), F32, like=dqkv)
     strides = [
         np.int64(0 if a is None else token_stride("qk_norm_rope_bwd", a))
         for a in (dqkv, dq, dk, res.qkv)
@@ -293,16 +306,17 @@ def _backward_kernel(
     SOURCE.launch(
         "qk_norm_rope_bwd",
         plan.types,
-        blocks,
+        sum(blocks),
         32 * WARPS,
-        [*arrays, res.positions, *strides, *plan.sizes],
+        [*arrays, res.positions, *strides, blocks[0], *plan.sizes],
         shared=0 if partial is None else 4 * WARPS * head_dim,
     )
+    if partial is None:
+        return None, None
+    shares = (partial[: blocks[0]], partial[blocks[0] :])
     dweights = [
-        None
-        if partial is None or isinstance(target, Frozen)
-        else sum_partials(partial[i], dqkv.dtype, target)
-        for i, target in enumerate(targets)
+        None if isinstance(target, Frozen) else sum_partials(share, dqkv.dtype, target)
+        for share, target in zip(shares, targets, strict=True)
     ]
     return dweights[0], dweights[1]
 

@@ -37,6 +37,7 @@ from surogate.models.stack import (
     LayerPair,
     Recompute,
     Resident,
+    stack_apply,
     stack_bwd,
     stack_fwd,
 )
@@ -151,6 +152,16 @@ def hidden_fwd(
     return y, HiddenResiduals(layers, norm)
 
 
+def hidden(
+    model: Model, adapter: Adapter | None, batch: Batch, *, table: RopeTable, settings: Settings
+) -> Float[Array, "tokens hidden"]:
+    """hidden_fwd without residuals: the memory of one layer."""
+    pair = _layer_pair(Context(batch.docs, batch.positions, table, batch.rows), settings)
+    source = Resident(_layers(model, adapter))
+    x = stack_apply(source, embedding_fwd(model.embed, tokens=batch.tokens)[0], pair)
+    return rmsnorm_fwd(x, model.norm, eps=settings.config.eps)[0]
+
+
 def hidden_bwd(
     model: Model,
     adapter: Adapter | None,
@@ -196,7 +207,7 @@ def loss_fwd(
     chunk: int | None = None,
 ) -> LossOutputs:
     """Sum of the negative log-likelihood, count of supervised tokens, and log-probabilities."""
-    x, _ = hidden_fwd(model, adapter, batch, table=table, settings=settings, recompute="block")
+    x = hidden(model, adapter, batch, table=table, settings=settings)
     outputs, _ = lm_head_loss_fwd(x, head_weight(model), labels=batch.labels, chunk=chunk)
     return outputs
 
@@ -263,5 +274,5 @@ def logits(
     settings: Settings,
 ) -> Float[Array, "tokens vocab"]:
     """Logits of every position, float32."""
-    x, _ = hidden_fwd(model, adapter, batch, table=table, settings=settings, recompute="block")
+    x = hidden(model, adapter, batch, table=table, settings=settings)
     return lm_logits(x, head_weight(model))

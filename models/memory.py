@@ -75,9 +75,9 @@ def memory_of(work: Work, *, graphs: bool, evaluates: bool) -> Memory:
     ``graphs``: steps are recorded. ``evaluates``: there are rows to evaluate on.
     """
     layout = work.layout
+    walk = Walk(work)
     weights, adapter = list(model_leaves(work.config)), list(adapter_leaves(work.config, work.lora))
     trained = weights if work.lora is None else adapter
-    walk = Walk(work)
     activations = walk.micro()
     temporaries = {phase: peak - activations for phase, peak in walk.ledger.peaks.items()}
     if layout.host:
@@ -86,7 +86,7 @@ def memory_of(work: Work, *, graphs: bool, evaluates: bool) -> Memory:
     step, walk.ledger.events = walk.ledger.events, []
     evaluation = walk.evaluation() if evaluates else 0
     memory = Memory(
-        weights=sum(map(layout.bytes, weights)),
+        weights=sum(map(layout.bytes, weights)) + _room(walk),
         adapter=sum(map(layout.bytes, adapter)),
         gradients=sum(layout.bytes(shape, work.gradient_dtype) for shape in trained),
         optimizer=sum(_state(work, shape) for shape in trained),
@@ -95,7 +95,7 @@ def memory_of(work: Work, *, graphs: bool, evaluates: bool) -> Memory:
         gaps=0,
         evaluation=0,
         attention=0 if layout.host else _cudnn_scratch(work),
-        workspace=_workspace(work, trained),
+        workspace=_workspace(walk, trained),
     )
     if layout.host:
         return memory._replace(evaluation=max(0, evaluation - memory.peak))
@@ -109,6 +109,15 @@ def memory_of(work: Work, *, graphs: bool, evaluates: bool) -> Memory:
     if graphs:
         return memory._replace(gaps=held - memory.peak, evaluation=shared.held)
     return memory._replace(gaps=held - memory.peak, evaluation=shared.held - held)
+
+
+def _room(walk: Walk) -> int:
+    """What widened weights take more than plain ones."""
+    layout, more = walk.work.layout, 0
+    for w in walk.matrices:
+        wide = layout.bytes((w.outer + w.extra, w.inner + w.extra))
+        more += wide - layout.bytes((w.outer, w.inner))
+    return walk.layers * more
 
 
 def _state(work: Work, shape: Shape) -> int:
@@ -177,11 +186,11 @@ def _cudnn_scratch(work: Work) -> int:
     return 0
 
 
-def _workspace(work: Work, trained: list[Shape]) -> int:
+def _workspace(walk: Walk, trained: list[Shape]) -> int:
     """The micro-batch and the rotary table; on a card the tables of addresses, the partial sums of
     the gradient's norm and cuBLASLt's scratch.
     """
-    layout, config = work.layout, work.config
+    work, layout, config = walk.work, walk.work.layout, walk.work.config
     half = int(config.head_dim * config.rope.partial_rotary_factor) // 2
     held = layout.bytes((5, work.tokens), INT32) + 2 * layout.bytes((work.longest, half), F32)
     if layout.host:
@@ -190,4 +199,8 @@ def _workspace(work: Work, trained: list[Shape]) -> int:
         blocks = sum(-(-math.prod(shape) // chunk) for shape in trained)
         held += layout.bytes((blocks,), INT32) + layout.bytes((len(trained), columns), INT64)
         held += sums * layout.bytes((blocks,), F64)
+    if work.widen:
+        blocks = walk.layers * sum(1 + w.parts for w in walk.matrices if w.extra)
+        chunks = sum(-(-math.prod(shape) // multi_tensor.CHUNK) for shape in trained)
+        held += layout.bytes((blocks, 7), INT64) + layout.bytes((chunks,), INT32)
     return held + WORKSPACE_BYTES

@@ -94,6 +94,13 @@ def stack_fwd(
     return x, residuals
 
 
+def stack_apply(source: LayerSource, x: Array, pair: LayerPair) -> Array:
+    """Runs all layers and keeps nothing."""
+    for index in range(len(source)):
+        x = pair.fwd(source.layer(index), x, index, False)[0]
+    return x
+
+
 def stack_bwd(
     source: LayerSource,
     residuals: list[Any],

@@ -19,6 +19,7 @@ from surogate.kernels.linear import ROWS_PER_SLICE
 from surogate.kernels.lm_head import default_chunk
 from surogate.kernels.qk_norm_rope import BLOCKS, WARPS
 from surogate.kernels.rmsnorm import backward_blocks
+from surogate.kernels.widened import extra_of
 from surogate.models.config import ModelConfig
 from surogate.models.lora import LoraSpec, adapted
 from surogate.models.names import layer_fields
@@ -60,6 +61,7 @@ class Work(NamedTuple):
     gradient_dtype: np.dtype
     moment_dtype: np.dtype
     masters: bool  # float32 copies of what is trained
+    widen: bool  # adapted weights lie in one array with their adapters
 
 
 class Ledger:
@@ -109,7 +111,9 @@ class Matrix(NamedTuple):
     inner: int
     bias: bool
     rank: int  # of all adapted parts together; 0 without an adapter
+    parts: int
     spread: bool  # whether the adapter's B is copied into a matrix of all rows
+    extra: int  # rows and columns that a widened weight has more, and rows read by it columns
 
 
 class Walk:
@@ -126,6 +130,7 @@ class Walk:
         self.w_o = self._matrix(fields, "w_o")
         self.w_gate_up = self._matrix(fields, "w_gate_up")
         self.w_down = self._matrix(fields, "w_down")
+        self.matrices = (self.w_qkv, self.w_o, self.w_gate_up, self.w_down)
 
     def _matrix(self, fields: Layer, name: str, *, bias: bool = False) -> Matrix:
         field = getattr(fields, name)
@@ -133,7 +138,8 @@ class Walk:
         rank = len(parts) * self.work.lora.rank if self.work.lora else 0
         whole = [part.rows for part in parts] == [(0, field.shape[0])]
         outer, inner = field.shape
-        return Matrix(outer, inner, bias, rank, bool(parts) and not whole)
+        extra = extra_of(rank) if self.work.widen else 0
+        return Matrix(outer, inner, bias, rank, len(parts), bool(parts) and not whole, extra)
 
     # The step.
 
@@ -154,10 +160,10 @@ class Walk:
         return kept
 
     def evaluation(self) -> int:
-        """Peak of a loss without gradients, which keeps every layer's input as "block" does."""
+        """Peak of a loss without gradients, which keeps nothing of a layer that is done."""
         ledger = self.ledger
         ledger.phase = "evaluation"
-        self.hidden_fwd("block")
+        self.hidden_fwd("forward")
         ledger.make("normed", self.tokens, self.hidden)
         ledger.make("logits", self.chunk(), self.work.config.vocab)
         for name in ("logprobs", "lse"):
@@ -166,7 +172,7 @@ class Walk:
         ledger.drop_all("")
         return ledger.peaks["evaluation"]
 
-    # The body. ``policy`` is the step's, or "block" for an evaluation.
+    # The body. ``policy`` is the step's, or "forward" for an evaluation.
 
     def hidden_fwd(self, policy: str) -> None:
         """Leaves each layer's residuals, and the input and rstd of the final norm."""
@@ -177,12 +183,14 @@ class Walk:
             self.layer_fwd(i, y, keep=policy == "none")
             if policy == "block":
                 ledger.drop_all(f"{i}/res.")
+            elif policy == "forward":
+                ledger.drop_all(f"{i}/")
         ledger.make("final.rstd", self.tokens, dtype=F32)
 
     def hidden_bwd(self, policy: str) -> None:
         """The callers hold what came in, and what the final norm gave, to the end."""
         ledger, last = self.ledger, self.layers - 1
-        self.rmsnorm_bwd("final.dx")
+        self.rmsnorm_bwd("final.dx", self.w_down.extra)
         dy = ""
         for i in reversed(range(self.layers)):
             if policy == "block":
@@ -203,36 +211,36 @@ class Walk:
 
     def layer_bwd(self, i: int, dx: str, *, keep: bool) -> None:
         self.mlp_block_bwd("d_mid", keep)
-        self.attention_block_bwd(dx, keep)
+        self.attention_block_bwd(dx, keep, self.w_down.extra if i else 0)
         self.ledger.drop("d_mid")
 
     def attention_block_fwd(self, res: str, keep: bool) -> None:
         ledger = self.ledger
-        self.rmsnorm_fwd(f"{res}attn_n", f"{res}attn_rstd")
-        self.linear_fwd(self.w_qkv, f"{res}qkv")
+        self.rmsnorm_fwd(f"{res}attn_n", f"{res}attn_rstd", self.w_qkv)
+        self.linear_fwd(self.w_qkv, f"{res}qkv", room=True)
         self.qk_norm_rope_fwd(res)
         self.attention_fwd(res)
         self.linear_fwd(self.w_o, f"{res}mid")
         if not keep:
             ledger.drop(f"{res}attn_n")
 
-    def attention_block_bwd(self, dx: str, keep: bool) -> None:
+    def attention_block_bwd(self, dx: str, keep: bool, extra: int) -> None:
         ledger = self.ledger
-        self.linear_bwd(self.w_o, "do")
+        self.linear_bwd(self.w_o, "do", room=True)
         self.attention_bwd()
         self.qk_norm_rope_bwd()
         if not keep:
-            self.rmsnorm_fwd("n", "rstd")
+            self.rmsnorm_fwd("n", "rstd", self.w_qkv)
             ledger.drop("rstd")
         self.linear_bwd(self.w_qkv, "dn")
-        self.rmsnorm_bwd(dx)
+        self.rmsnorm_bwd(dx, extra)
         ledger.drop("do", "dqkv", "dn", *([] if keep else ["n"]))
 
     def mlp_block_fwd(self, res: str, y: str, keep: bool) -> None:
-        self.rmsnorm_fwd(f"{res}mlp_n", f"{res}mlp_rstd")
-        self.linear_fwd(self.w_gate_up, f"{res}gate_up")
+        self.rmsnorm_fwd(f"{res}mlp_n", f"{res}mlp_rstd", self.w_gate_up)
+        self.linear_fwd(self.w_gate_up, f"{res}gate_up", room=True)
         self.swiglu_fwd(f"{res}a")
-        self.linear_fwd(self.w_down, y, t=f"{res}down.t")
+        self.linear_fwd(self.w_down, y, t=f"{res}down.t", room=True)
         if not keep:
             self.ledger.drop(f"{res}mlp_n", f"{res}a")
 
@@ -240,32 +248,38 @@ class Walk:
         ledger = self.ledger
         if not keep:
             self.swiglu_fwd("a")
-        self.linear_bwd(self.w_down, "da")
+        self.linear_bwd(self.w_down, "da", room=True)
         if not keep:
             ledger.drop("a")
         self.swiglu_bwd("d_both")
         ledger.drop("da")
         if not keep:
-            self.rmsnorm_fwd("n", "rstd")
+            self.rmsnorm_fwd("n", "rstd", self.w_gate_up)
             ledger.drop("rstd")
-        self.linear_bwd(self.w_gate_up, "dn")
-        self.rmsnorm_bwd(dx)
+        self.linear_bwd(self.w_gate_up, "dn", room=True)
+        self.rmsnorm_bwd(dx, self.w_o.extra)
         ledger.drop("d_both", "dn", *([] if keep else ["n"]))
 
     # The ops.
 
-    def linear_fwd(self, w: Matrix, y: str, t: str | None = None) -> None:
+    def linear_fwd(self, w: Matrix, y: str, *, t: str | None = None, room: bool = False) -> None:
+        """``room``: the input has room for what a widened weight makes of it."""
         ledger = self.ledger
+        if w.extra and not room:
+            ledger.make(t or f"{y}.t", self.tokens, w.extra)
         ledger.make(y, self.tokens, w.outer)
         ledger.host_scratch(self.tokens, w.outer)
-        if w.rank:
+        if w.rank and not w.extra:
             ledger.make(t or f"{y}.t", self.tokens, w.rank)
             if w.spread:
                 ledger.scratch(w.outer, w.rank)
 
-    def linear_bwd(self, w: Matrix, dx: str) -> None:
+    def linear_bwd(self, w: Matrix, dx: str, *, room: bool = False) -> None:
+        """``room``: the gradient that comes in has it."""
         ledger, tokens = self.ledger, self.tokens
-        if w.rank:
+        if w.extra and not room:
+            ledger.make("dt", tokens, w.extra)
+        if w.rank and not w.extra:
             if w.spread:
                 ledger.make("spread", w.outer, w.rank)
             ledger.make("dt", tokens, w.rank)
@@ -277,28 +291,32 @@ class Walk:
             ledger.host_scratch(w.outer, w.inner)
             if w.bias and not self.work.layout.host:
                 ledger.scratch(-(-tokens // ROWS_PER_SLICE), w.outer, dtype=F32)
-        if w.rank:
+        if w.extra and w.parts > 1:
+            ledger.scratch(w.outer, w.extra, dtype=F32)
+        if "dt" in ledger.arrays:
             ledger.drop("dt")
 
-    def rmsnorm_fwd(self, y: str, rstd: str) -> None:
-        self.ledger.make(y, self.tokens, self.hidden)
+    def rmsnorm_fwd(self, y: str, rstd: str, reader: Matrix) -> None:
+        """``reader`` multiplies y."""
+        self.ledger.make(y, self.tokens, self.hidden + reader.extra)
         self.ledger.host_scratch(self.tokens, self.hidden)
         self.ledger.make(rstd, self.tokens, dtype=F32)
 
-    def rmsnorm_bwd(self, dx: str) -> None:
+    def rmsnorm_bwd(self, dx: str, extra: int) -> None:
+        """``extra``: room behind each row."""
         ledger = self.ledger
-        ledger.make(dx, self.tokens, self.hidden)
+        ledger.make(dx, self.tokens, self.hidden + extra)
         ledger.host_scratch(self.tokens, self.hidden, copies=3)
         if self.work.lora is None and not self.work.layout.host:
             blocks = backward_blocks(self.tokens, self.hidden, self.work.layout.compute)
             ledger.scratch(blocks, self.hidden, dtype=F32)
 
     def swiglu_fwd(self, y: str) -> None:
-        self.ledger.make(y, self.tokens, self.ffn)
+        self.ledger.make(y, self.tokens, self.ffn + self.w_down.extra)
         self.ledger.host_scratch(self.tokens, self.ffn, copies=2)
 
     def swiglu_bwd(self, d_gate_up: str) -> None:
-        self.ledger.make(d_gate_up, self.tokens, 2 * self.ffn)
+        self.ledger.make(d_gate_up, self.tokens, 2 * self.ffn + self.w_gate_up.extra)
         self.ledger.host_scratch(self.tokens, self.ffn, copies=7)
 
     def qk_norm_rope_fwd(self, res: str) -> None:

@@ -68,6 +68,7 @@ def predict(config: Config, model: ModelConfig, kind: Kind, free: int | None = N
         gradient_dtype=options.gradient_dtype,
         moment_dtype=moment,
         masters=needs_master(np.empty(0, compute), optimizer),
+        widen=lora is not None and (kind == "cuda" if options.widen is None else options.widen),
     )
     evaluates = bool(config.validation_datasets) or config.validation_split_ratio > 0
     memory = memory_of(work, graphs=options.graphs, evaluates=evaluates)

@@ -28,7 +28,7 @@ from surogate.models.tree import Adapter, Model
 from surogate.models.widen import making_room
 from surogate.optim.state import named_leaves
 
-SAMPLE = 4096  # elements of each array that a fingerprint reads: training changes nearly all
+SAMPLE = 4096  # elements, about, of each array that a fingerprint reads: training changes most
 PROGRESS_SECONDS = 5.0
 
 DTYPES = {"bfloat16": BF16, "float16": np.dtype(np.float16), "float32": F32}
@@ -61,7 +61,8 @@ class Sources(NamedTuple):
         if self.adapter is not None:
             digest = hashlib.sha256()
             for leaf in tree.leaves(self.model):
-                digest.update(_host(leaf.reshape(-1)[:SAMPLE]).tobytes())
+                rows = max(1, SAMPLE * len(leaf) // leaf.size)
+                digest.update(_host(leaf[:rows]).tobytes())
             found["frozen weights"] = digest.hexdigest()[:32]
         return found
 

@@ -189,7 +189,7 @@ class TrainStep:
     def _record(self) -> None:
         """Records the update. Its trial runs see no supervised token, so none is applied."""
         self._plan.write_scalars_(lr=0.0, step=1)
-        self._update = capture(self._run_update, pool=self._pool)
+        self._update = capture(self._run_update)
         self._update()
         self.device.synchronize()
 

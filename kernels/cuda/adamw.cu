@@ -110,7 +110,7 @@ __device__ __forceinline__ void adamw_group(float (&p)[GROUP], float (&m)[GROUP]
 // stands for a scale of 1. grow1 and grow2 are 1 - beta, rounded once. Where a group is small, as with 16-bit
 // moments, a thread loads the next one while it computes.
 template <typename P, typename G, typename S, bool MASTERED>
-__global__ void __launch_bounds__(256, 3)
+__global__ void __launch_bounds__(LAUNCH_THREADS, 3)
     adamw_step(const int64_t* __restrict__ table, const int* __restrict__ chunk_tensor,
                const float* __restrict__ scalars, const float* __restrict__ norm, int chunk, float beta1, float grow1,
                float beta2, float grow2, float epsilon, float weight_decay, bool zero_grad) {

@@ -2,7 +2,8 @@
 #include "common.cuh"
 
 template <typename T>
-__global__ void add_fwd(T* __restrict__ y, const T* __restrict__ a, const T* __restrict__ b, int64_t size) {
+__global__ void __launch_bounds__(LAUNCH_THREADS)
+    add_fwd(T* __restrict__ y, const T* __restrict__ a, const T* __restrict__ b, int64_t size) {
     constexpr int N = WIDTH<T>;
     int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * N;
     if (i + N <= size) {
@@ -15,7 +16,8 @@ __global__ void add_fwd(T* __restrict__ y, const T* __restrict__ a, const T* __r
 }
 
 template <typename S, typename T>
-__global__ void accumulate(S* __restrict__ into, const T* __restrict__ x, int64_t size) {
+__global__ void __launch_bounds__(LAUNCH_THREADS)
+    accumulate(S* __restrict__ into, const T* __restrict__ x, int64_t size) {
     constexpr int N = WIDTH<T>;
     int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * N;
     for (int j = 0; j < N; ++j)

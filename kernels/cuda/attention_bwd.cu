@@ -11,11 +11,12 @@
 // stats[head][token] = (lse / ln 2, delta). Tokens from `tokens` to `padded` get (inf, 0), which makes their P
 // and dS zero. LANES lanes share a row.
 template <int HEAD_DIM, int LANES>
-__global__ void attention_bwd_stats(float* __restrict__ stats,        // (heads, padded, 2)
-                                    const bf16* __restrict__ o,       // (tokens, heads, HEAD_DIM)
-                                    const bf16* __restrict__ d_o,     // (tokens, heads, HEAD_DIM), do_stride a token
-                                    const float* __restrict__ lse,    // (heads, tokens)
-                                    int tokens, int padded, int heads, int64_t do_stride) {
+__global__ void __launch_bounds__(LAUNCH_THREADS)
+    attention_bwd_stats(float* __restrict__ stats,        // (heads, padded, 2)
+                        const bf16* __restrict__ o,       // (tokens, heads, HEAD_DIM)
+                        const bf16* __restrict__ d_o,     // (tokens, heads, HEAD_DIM), do_stride a token
+                        const float* __restrict__ lse,    // (heads, tokens)
+                        int tokens, int padded, int heads, int64_t do_stride) {
     int64_t row = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / LANES;
     int token = row / heads, head = row % heads, lane = threadIdx.x % LANES;
     float sum = 0.0f;
@@ -82,7 +83,8 @@ __device__ __forceinline__ void add_queries(float (&dk)[M][OUT_DIM / 8][4], floa
 // queries from the diagonal to the end of the last key's document. A warp owns 16 KEY_TILES keys. Where a
 // warp's registers cannot hold dK and dV of a whole row, blockIdx.y picks OUT_DIM of their columns.
 template <int HEAD_DIM, int OUT_DIM, int KEY_TILES, int WARPS, int ROWS, int STAGES>
-__global__ void __launch_bounds__(WARPS * 32)
+__global__ void __launch_bounds__(LAUNCH_THREADS)
+    __launch_bounds__(WARPS * 32)
     attention_bwd_dkdv(bf16* __restrict__ dk,           // (tokens, kv_heads, HEAD_DIM), d_stride elements a token
                        bf16* __restrict__ dv,           // (tokens, kv_heads, HEAD_DIM), d_stride
                        const bf16* __restrict__ q,      // (tokens, heads, HEAD_DIM), q_stride
@@ -152,7 +154,8 @@ __global__ void __launch_bounds__(WARPS * 32)
 
 // One block a tile of queries and a head, tiles from the last down; it walks the keys that the tile reads.
 template <int HEAD_DIM, int ROW_TILES, int WARPS, int KEYS, int STAGES>
-__global__ void __launch_bounds__(WARPS * 32)
+__global__ void __launch_bounds__(LAUNCH_THREADS)
+    __launch_bounds__(WARPS * 32)
     attention_bwd_dq(bf16* __restrict__ dq,           // (tokens, heads, HEAD_DIM), d_stride elements a token
                      const bf16* __restrict__ q,      // (tokens, heads, HEAD_DIM), q_stride
                      const bf16* __restrict__ k,      // (tokens, kv_heads, HEAD_DIM), k_stride
@@ -226,10 +229,11 @@ __global__ void __launch_bounds__(WARPS * 32)
 
 // d_sinks[head] = -sum over tokens of exp(sink - lse) * delta, added to what is there or not. One block a head.
 template <typename T>
-__global__ void attention_bwd_sinks(T* __restrict__ d_sinks,            // (heads,)
-                                    const float* __restrict__ sinks,    // (heads,)
-                                    const float* __restrict__ stats,    // (heads, padded, 2)
-                                    int tokens, int padded, bool accumulate) {
+__global__ void __launch_bounds__(LAUNCH_THREADS)
+    attention_bwd_sinks(T* __restrict__ d_sinks,            // (heads,)
+                        const float* __restrict__ sinks,    // (heads,)
+                        const float* __restrict__ stats,    // (heads, padded, 2)
+                        int tokens, int padded, bool accumulate) {
     int head = blockIdx.x;
     float sum = 0.0f, sink = sinks[head] * LOG2E;
     for (int token = threadIdx.x; token < tokens; token += blockDim.x) {

@@ -3,8 +3,9 @@
 #include "common.cuh"
 
 template <bool TO_CUDNN>
-__global__ void attention_stats(float* __restrict__ out, const float* __restrict__ in, int tokens, int heads,
-                                int row_tokens) {
+__global__ void __launch_bounds__(LAUNCH_THREADS)
+    attention_stats(float* __restrict__ out, const float* __restrict__ in, int tokens, int heads,
+                    int row_tokens) {
     int64_t ours = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (ours >= int64_t(heads) * tokens) return;
     int64_t head = ours / tokens, token = ours % tokens;

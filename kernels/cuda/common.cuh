@@ -100,6 +100,10 @@ template <typename T, int N> struct alignas(sizeof(T) * N) Vec {
     __device__ __forceinline__ void store(T* p) const { *reinterpret_cast<Vec*>(p) = *this; }
 };
 
+// Threads of a block where nothing asks for another number: THREADS of kernels/nvrtc.py. Every kernel bounds its
+// threads by __launch_bounds__, or the compiler may give each more registers than a block can have.
+constexpr int LAUNCH_THREADS = 256;
+
 // Values of T in a 16-byte access.
 template <typename T> constexpr int WIDTH = 16 / sizeof(T);
 

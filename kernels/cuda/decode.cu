@@ -17,12 +17,13 @@ template <typename T> __device__ __forceinline__ void read(float (&x)[COLUMNS], 
 }
 
 template <typename T, int LANES>
-__global__ void attention_decode(T* __restrict__ o,              // (seqs, heads, head_dim)
-                                 const T* __restrict__ q,        // (seqs, heads, head_dim)
-                                 const T* __restrict__ k,        // (seqs, max_len, kv_heads, head_dim)
-                                 const T* __restrict__ v,        // (seqs, max_len, kv_heads, head_dim)
-                                 const int* __restrict__ lengths,  // (seqs,)
-                                 int max_len, int heads, int kv_heads, int head_dim, int window, float scale) {
+__global__ void __launch_bounds__(BLOCK)
+    attention_decode(T* __restrict__ o,              // (seqs, heads, head_dim)
+                     const T* __restrict__ q,        // (seqs, heads, head_dim)
+                     const T* __restrict__ k,        // (seqs, max_len, kv_heads, head_dim)
+                     const T* __restrict__ v,        // (seqs, max_len, kv_heads, head_dim)
+                     const int* __restrict__ lengths,  // (seqs,)
+                     int max_len, int heads, int kv_heads, int head_dim, int window, float scale) {
     constexpr int WORKERS = BLOCK / LANES;
     __shared__ float sums[WORKERS][LANES * COLUMNS], tops[WORKERS], totals[WORKERS];
     int seq = blockIdx.x / heads, head = blockIdx.x % heads;

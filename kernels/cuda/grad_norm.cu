@@ -20,9 +20,10 @@ __device__ __forceinline__ double block_sum_double(double value) {
 
 // Eight running sums a thread in float32, over at most chunk / blockDim.x elements.
 template <typename G>
-__global__ void grad_norm_partial(double* __restrict__ partial,  // (chunks,)
-                                  const int64_t* __restrict__ table, const int* __restrict__ chunk_tensor,
-                                  int chunk) {
+__global__ void __launch_bounds__(LAUNCH_THREADS)
+    grad_norm_partial(double* __restrict__ partial,  // (chunks,)
+                      const int64_t* __restrict__ table, const int* __restrict__ chunk_tensor,
+                      int chunk) {
     Chunk work = chunk_of_block(table, chunk_tensor, COLUMNS, chunk);
     const G* grad = reinterpret_cast<const G*>(work.row[GRAD]);
     bool aligned = vector_aligned(work.row[GRAD]);
@@ -41,10 +42,11 @@ __global__ void grad_norm_partial(double* __restrict__ partial,  // (chunks,)
 
 // One block. Either output may be null.
 template <typename C>
-__global__ void grad_norm_finish(float* __restrict__ out,     // (3,) norm of the mean, scale, usable
-                                 double* __restrict__ total,  // (1,) sum of squares
-                                 const double* __restrict__ partial, const C* __restrict__ count, int size,
-                                 float max_norm) {
+__global__ void __launch_bounds__(1024)
+    grad_norm_finish(float* __restrict__ out,     // (3,) norm of the mean, scale, usable
+                     double* __restrict__ total,  // (1,) sum of squares
+                     const double* __restrict__ partial, const C* __restrict__ count, int size,
+                     float max_norm) {
     double sum = 0.0;
     for (int i = threadIdx.x; i < size; i += blockDim.x) sum += partial[i];
     sum = block_sum_double(sum);

@@ -5,9 +5,10 @@
 // Sums of columns over one slice of rows a block row: lanes take N neighbouring columns each, and the
 // eight warps every eighth row. The order of each sum depends on the shape alone.
 template <typename T, int N>
-__global__ void column_sum_partial(float* __restrict__ partial,  // (slices, columns)
-                                   const T* __restrict__ x,      // (rows, columns), leading apart
-                                   int64_t leading, int rows, int columns, int rows_per_slice) {
+__global__ void __launch_bounds__(LAUNCH_THREADS)
+    column_sum_partial(float* __restrict__ partial,  // (slices, columns)
+                       const T* __restrict__ x,      // (rows, columns), leading apart
+                       int64_t leading, int rows, int columns, int rows_per_slice) {
     __shared__ float sums[8][32 * N];
     int lane = threadIdx.x, warp = threadIdx.y;
     int column = (blockIdx.x * 32 + lane) * N;
@@ -30,9 +31,10 @@ __global__ void column_sum_partial(float* __restrict__ partial,  // (slices, col
 
 // A thread a column.
 template <typename S>
-__global__ void column_sum(S* __restrict__ out,                // (columns,)
-                           const float* __restrict__ partial,  // (slices, columns)
-                           int slices, int columns, bool accumulate) {
+__global__ void __launch_bounds__(LAUNCH_THREADS)
+    column_sum(S* __restrict__ out,                // (columns,)
+               const float* __restrict__ partial,  // (slices, columns)
+               int slices, int columns, bool accumulate) {
     int column = blockIdx.x * blockDim.x + threadIdx.x;
     if (column >= columns) return;
     float total = 0.0f;
@@ -43,12 +45,13 @@ __global__ void column_sum(S* __restrict__ out,                // (columns,)
 // Row r of out holds, in the columns of the part that r lies in, that part's row of b; zeros elsewhere.
 // Parts are [start, stop) of out's rows; unused ones are empty.
 template <typename T>
-__global__ void block_diagonal(T* __restrict__ out,      // (outer, parts * rank)
-                               const T* __restrict__ b,  // (sum of the parts' sizes, rank)
-                               int outer, int rank, int parts,
-                               int start0, int stop0, int start1, int stop1, int start2, int stop2,
-                               int start3, int stop3, int start4, int stop4, int start5, int stop5,
-                               int start6, int stop6, int start7, int stop7) {
+__global__ void __launch_bounds__(LAUNCH_THREADS)
+    block_diagonal(T* __restrict__ out,      // (outer, parts * rank)
+                   const T* __restrict__ b,  // (sum of the parts' sizes, rank)
+                   int outer, int rank, int parts,
+                   int start0, int stop0, int start1, int stop1, int start2, int stop2,
+                   int start3, int stop3, int start4, int stop4, int start5, int stop5,
+                   int start6, int stop6, int start7, int stop7) {
     int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     int columns = parts * rank;
     if (i >= int64_t(outer) * columns) return;

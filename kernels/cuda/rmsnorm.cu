@@ -8,6 +8,9 @@
 
 constexpr int PACKS = 4;
 
+// Threads of the longest row, 16384 columns.
+template <typename T> constexpr int MOST = 16384 / (PACKS * WIDTH<T>);
+
 // Sum over the `warps` warps of a row. All threads of the block call it together; a scratch may be used
 // again after one call with another.
 __device__ __forceinline__ float row_sum(float value, float* scratch, int warps) {
@@ -20,7 +23,8 @@ __device__ __forceinline__ float row_sum(float value, float* scratch, int warps)
 }
 
 template <typename T, typename W, bool ALIGNED>
-__global__ void rmsnorm_fwd(T* __restrict__ y,               // (tokens, hidden), y_stride apart
+__global__ void __launch_bounds__(MOST<T>, 1024 / MOST<T>)
+    rmsnorm_fwd(T* __restrict__ y,               // (tokens, hidden), y_stride apart
                             T* __restrict__ h,               // (tokens, hidden): x + residual
                             float* __restrict__ rstd,        // (tokens,)
                             const T* __restrict__ x,         // (tokens, hidden)
@@ -42,7 +46,6 @@ __global__ void rmsnorm_fwd(T* __restrict__ y,               // (tokens, hidden)
     if (residual)
         for (int i = 0; i < PACKS; ++i)
             addend[i].template load_columns<ALIGNED>(residual + begin, (i * threads + lane) * N, columns);
-    for (int i = 0; i < PACKS; ++i) scale[i].template load_columns<ALIGNED>(weight, (i * threads + lane) * N, hidden);
     if (residual)
         for (int i = 0; i < PACKS; ++i) {
             float sum[N];
@@ -54,7 +57,9 @@ __global__ void rmsnorm_fwd(T* __restrict__ y,               // (tokens, hidden)
     float sum = 0.0f;
     for (int i = 0; i < PACKS; ++i)
         for (int j = 0; j < N; ++j) sum += value[i].get(j) * value[i].get(j);
-    float r = 1.0f / sqrtf(row_sum(sum, scratch, threads / 32) / hidden + eps);
+    float total = row_sum(sum, scratch, threads / 32);
+    for (int i = 0; i < PACKS; ++i) scale[i].template load_columns<ALIGNED>(weight, (i * threads + lane) * N, hidden);
+    float r = 1.0f / sqrtf(total / hidden + eps);
     if (lane == 0 && columns) rstd[row] = r;
     for (int i = 0; i < PACKS; ++i) {
         float out[N];
@@ -70,9 +75,10 @@ __global__ void rmsnorm_fwd(T* __restrict__ y,               // (tokens, hidden)
 }
 
 // A block walks over rows and keeps its share of dweight in registers; the blocks' shares are added by
-// sum_partials. 128 registers a thread hold three rows in flight and the share.
+// sum_partials. 128 registers a thread hold three rows in flight and the share. AHEAD: the next row's packs are
+// loaded as soon as a pack of dx is out.
 template <typename T, typename W, bool ALIGNED>
-__global__ void __launch_bounds__(sizeof(T) == 2 ? 512 : 1024)
+__global__ void __launch_bounds__(MOST<T>)
     rmsnorm_bwd(T* __restrict__ dx,               // (tokens, hidden), dx_stride apart
                 float* __restrict__ partial,      // (blocks, hidden), or null: dweight is not wanted
                 const T* __restrict__ dy,         // (tokens, hidden), dy_stride apart
@@ -82,32 +88,37 @@ __global__ void __launch_bounds__(sizeof(T) == 2 ? 512 : 1024)
                 const float* __restrict__ rstd,   // (tokens,)
                 int dx_stride, int dy_stride, int dresidual_stride, int tokens, int hidden, int threads, float offset) {
     constexpr int N = WIDTH<T>;
+    constexpr bool AHEAD = sizeof(T) == 2 && sizeof(W) == 2 && ALIGNED;  // or registers are too few
     __shared__ float scratch[2][32];
     DYNAMIC_SHARED(float, shares);  // (rows of the block, hidden), when the block holds several rows
     int lane = threadIdx.x % threads, group = threadIdx.x / threads, groups = blockDim.x / threads;
     float share[PACKS][N] = {};
-    Pack<W, N> scale[PACKS];
-    for (int i = 0; i < PACKS; ++i) scale[i].template load_columns<ALIGNED>(weight, (i * threads + lane) * N, hidden);
 
+    Pack<T, N> value[PACKS], grad[PACKS], addend[PACKS] = {};
+    auto load = [&](int i, int64_t row) {
+        int column = (i * threads + lane) * N, columns = row < tokens ? hidden : 0;
+        value[i].template load_columns<ALIGNED>(x + row * hidden, column, columns);
+        grad[i].template load_columns<ALIGNED>(dy + row * dy_stride, column, columns);
+        if (dresidual) addend[i].template load_columns<ALIGNED>(dresidual + row * dresidual_stride, column, columns);
+    };
+    int64_t row = int64_t(blockIdx.x) * groups + group, stride = int64_t(gridDim.x) * groups;
+    if (AHEAD)
+        for (int i = 0; i < PACKS; ++i) load(i, row);
     int turn = 0;
-    for (int64_t first = int64_t(blockIdx.x) * groups; first < tokens; first += int64_t(gridDim.x) * groups) {
-        int64_t row = first + group, begin = row * hidden;
+    for (int64_t first = row - group; first < tokens; first += stride, row += stride) {
         int columns = row < tokens ? hidden : 0;
-        Pack<T, N> value[PACKS], grad[PACKS], addend[PACKS] = {};
-        for (int i = 0; i < PACKS; ++i) {
-            value[i].template load_columns<ALIGNED>(x + begin, (i * threads + lane) * N, columns);
-            grad[i].template load_columns<ALIGNED>(dy + row * dy_stride, (i * threads + lane) * N, columns);
-        }
-        if (dresidual)
-            for (int i = 0; i < PACKS; ++i)
-                addend[i].template load_columns<ALIGNED>(dresidual + row * dresidual_stride, (i * threads + lane) * N,
-                                                         columns);
+        if (!AHEAD)
+            for (int i = 0; i < PACKS; ++i) load(i, row);
         float r = columns ? rstd[row] : 0.0f, dot = 0.0f;
+        Pack<W, N> scale[PACKS];
+        for (int i = 0; i < PACKS; ++i)
+            scale[i].template load_columns<ALIGNED>(weight, (i * threads + lane) * N, hidden);
         for (int i = 0; i < PACKS; ++i)
             for (int j = 0; j < N; ++j)
                 dot += grad[i].get(j) * ((scale[i].get(j) + offset) * value[i].get(j));
         float mean = r * row_sum(dot, scratch[turn], threads / 32) / hidden;
         turn ^= 1;
+#pragma unroll
         for (int i = 0; i < PACKS; ++i) {
             float out[N];
             for (int j = 0; j < N; ++j) {
@@ -117,6 +128,7 @@ __global__ void __launch_bounds__(sizeof(T) == 2 ? 512 : 1024)
             }
             value[i].set(out);
             value[i].template store_columns<ALIGNED>(dx + row * dx_stride, (i * threads + lane) * N, columns);
+            if (AHEAD) load(i, row + stride);
         }
     }
 
@@ -139,9 +151,10 @@ __global__ void __launch_bounds__(sizeof(T) == 2 ? 512 : 1024)
 
 // Column sums of the blocks' shares, 32 columns a block of 32 warps, always in the same order.
 template <typename S>
-__global__ void sum_partials(S* __restrict__ out,              // (columns,)
-                             const float* __restrict__ partial,  // (rows, columns)
-                             int rows, int columns, bool accumulate) {
+__global__ void __launch_bounds__(1024)
+    sum_partials(S* __restrict__ out,                // (columns,)
+                 const float* __restrict__ partial,  // (rows, columns)
+                 int rows, int columns, bool accumulate) {
     __shared__ float tile[32][33];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int column = blockIdx.x * 32 + lane;

@@ -2,12 +2,13 @@
 #include "rotary.cuh"
 
 template <typename T, int N>
-__global__ void rope_fwd(T* __restrict__ y,                    // (tokens, heads, head_dim)
-                         const T* __restrict__ x,              // (tokens, heads, head_dim), rows x_stride apart
-                         const float* __restrict__ cos,        // (max_positions, half)
-                         const float* __restrict__ sin,        // (max_positions, half)
-                         const int* __restrict__ positions,    // (tokens,)
-                         int64_t x_stride, int tokens, int heads, int head_dim, int half, float sign) {
+__global__ void __launch_bounds__(LAUNCH_THREADS)
+    rope_fwd(T* __restrict__ y,                    // (tokens, heads, head_dim)
+             const T* __restrict__ x,              // (tokens, heads, head_dim), rows x_stride apart
+             const float* __restrict__ cos,        // (max_positions, half)
+             const float* __restrict__ sin,        // (max_positions, half)
+             const int* __restrict__ positions,    // (tokens,)
+             int64_t x_stride, int tokens, int heads, int head_dim, int half, float sign) {
     uint32_t slots = head_dim / (2 * N), index = blockIdx.x * blockDim.x + threadIdx.x;
     uint32_t head = index / slots, token = head / heads;
     if (token >= uint32_t(tokens)) return;

@@ -15,13 +15,14 @@ template <int N> struct Slot {
     }
 };
 
-// (lo, hi) becomes (lo cos - hi sin, hi cos + lo sin), or its transpose for `sign` -1.
+// (lo, hi) becomes (lo cos - hi sin, hi cos + lo sin), or its transpose for `sign` -1. Which product is fused
+// with the sum is written out, so that all kernels give the same bits.
 template <int N>
 __device__ __forceinline__ void rotate(float (&lo)[N], float (&hi)[N], const Pack<float, N>& cos,
                                        const Pack<float, N>& sin, float sign) {
     for (int j = 0; j < N; ++j) {
         float s = sign * sin.get(j), c = cos.get(j), a = lo[j], b = hi[j];
-        lo[j] = a * c - b * s;
-        hi[j] = b * c + a * s;
+        lo[j] = __fmaf_rn(a, c, -__fmul_rn(b, s));
+        hi[j] = __fmaf_rn(b, c, __fmul_rn(a, s));
     }
 }

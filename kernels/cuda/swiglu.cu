@@ -21,9 +21,10 @@ template <int N> struct Place {
 };
 
 template <typename T, int N>
-__global__ void swiglu_fwd(T* __restrict__ y,              // (tokens, ffn), y_stride apart
-                           const T* __restrict__ gate_up,  // (tokens, 2 * ffn)
-                           int y_stride, int tokens, int ffn) {
+__global__ void __launch_bounds__(LAUNCH_THREADS)
+    swiglu_fwd(T* __restrict__ y,              // (tokens, ffn), y_stride apart
+               const T* __restrict__ gate_up,  // (tokens, 2 * ffn)
+               int y_stride, int tokens, int ffn) {
     Place<N> place(tokens, ffn);
     if (!place.inside) return;
     Pack<T, N> gate, up;
@@ -37,11 +38,12 @@ __global__ void swiglu_fwd(T* __restrict__ y,              // (tokens, ffn), y_s
 }
 
 template <typename T, int N>
-__global__ void swiglu_bwd(T* d_gate_up,                   // (tokens, 2 * ffn), d_stride apart
-                           T* __restrict__ y,              // (tokens, ffn): the output once more, or null
-                           const T* __restrict__ dy,       // (tokens, ffn), dy_stride apart
-                           const T* gate_up,               // (tokens, 2 * ffn), or null: it is in d_gate_up
-                           int d_stride, int dy_stride, int tokens, int ffn) {
+__global__ void __launch_bounds__(LAUNCH_THREADS)
+    swiglu_bwd(T* d_gate_up,                   // (tokens, 2 * ffn), d_stride apart
+               T* __restrict__ y,              // (tokens, ffn): the output once more, or null
+               const T* __restrict__ dy,       // (tokens, ffn), dy_stride apart
+               const T* gate_up,               // (tokens, 2 * ffn), or null: it is in d_gate_up
+               int d_stride, int dy_stride, int tokens, int ffn) {
     Place<N> place(tokens, ffn);
     if (!place.inside) return;
     d_gate_up += place.in(d_stride);

@@ -6,8 +6,9 @@ constexpr int TABLE_COLUMNS = 7;
 // Copies matrices into blocks of wider ones, scaled where the table says so. The table holds after size and
 // first chunk: source, destination, columns, elements between rows of the destination, whether to scale.
 template <typename T>
-__global__ void copy_blocks(const int64_t* __restrict__ table, const int* __restrict__ chunk_tensor, int chunk,
-                            float scale) {
+__global__ void __launch_bounds__(LAUNCH_THREADS)
+    copy_blocks(const int64_t* __restrict__ table, const int* __restrict__ chunk_tensor, int chunk,
+                float scale) {
     Chunk part = chunk_of_block(table, chunk_tensor, TABLE_COLUMNS, chunk);
     const T* from = reinterpret_cast<const T*>(part.row[2]);
     T* to = reinterpret_cast<T*>(part.row[3]);
@@ -38,12 +39,13 @@ __global__ void copy_blocks(const int64_t* __restrict__ table, const int* __rest
 // Row by row of the parts [start, stop) of product's rows, the columns that belong to the part: a thread an
 // element. Unused parts are empty.
 template <typename S>
-__global__ void take_diagonal(S* __restrict__ out,                // (rows of all parts, rank)
-                              const float* __restrict__ product,  // (outer, columns)
-                              int columns, int rows, int rank, bool accumulate,
-                              int start0, int stop0, int start1, int stop1, int start2, int stop2,
-                              int start3, int stop3, int start4, int stop4, int start5, int stop5,
-                              int start6, int stop6, int start7, int stop7) {
+__global__ void __launch_bounds__(LAUNCH_THREADS)
+    take_diagonal(S* __restrict__ out,                // (rows of all parts, rank)
+                  const float* __restrict__ product,  // (outer, columns)
+                  int columns, int rows, int rank, bool accumulate,
+                  int start0, int stop0, int start1, int stop1, int start2, int stop2,
+                  int start3, int stop3, int start4, int stop4, int start5, int stop5,
+                  int start6, int stop6, int start7, int stop7) {
     int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= int64_t(rows) * rank) return;
     const int starts[8] = {start0, start1, start2, start3, start4, start5, start6, start7};

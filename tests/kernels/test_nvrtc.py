@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,13 @@ def test_every_file_has_a_source() -> None:
     files = {path.stem for path in nvrtc.cuda_directory().glob("*.cu")}
     assert files == {source.stem for source in nvrtc.SOURCES}
     assert len(nvrtc.SOURCES) == len(files), "two sources share a file"
+
+
+def test_every_kernel_bounds_its_threads() -> None:
+    """Else the compiler may give a thread more registers than the largest block can have."""
+    for path in nvrtc.cuda_directory().glob("*.cu*"):
+        found = re.findall(r"__global__ void\s+(\w+)", path.read_text())
+        assert set(found) <= {"__launch_bounds__"}, f"{path.name}: {found}"
 
 
 def test_the_second_compilation_is_read_from_disk(

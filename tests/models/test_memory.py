@@ -17,6 +17,7 @@ from surogate.kernels import arrays, matmul, tree
 from surogate.kernels.arrays import BF16, F32, Backend
 from surogate.kernels.batch import batch_of
 from surogate.kernels.cublaslt import WORKSPACE_BYTES
+from surogate.kernels.widened import Widened
 from surogate.models import dense
 from surogate.models.blocks import Settings
 from surogate.models.config import ModelConfig, count, from_hf
@@ -109,6 +110,7 @@ def work_of(
         gradient_dtype=BF16 if low and not targets else F32,
         moment_dtype=F32,
         masters=low and bool(targets),
+        widen=low and bool(targets),
     )
 
 
@@ -126,6 +128,7 @@ def step_of(work: Work) -> TrainStep:
         max_grad_norm=1.0,
         graphs=False,
         longest=work.longest,
+        widen=work.widen,
     )
     optimizer = AdamWConfig(master_dtype="float32" if work.masters else "bfloat16")
     settings = Settings(work.config, work.lora)
@@ -138,7 +141,7 @@ def step_of(work: Work) -> TrainStep:
 
 def forward(step: TrainStep) -> Any:
     return dense.hidden_fwd(
-        step.model,
+        step._read,
         step.adapter,
         step._feed.batch,
         table=step._table,
@@ -149,7 +152,7 @@ def forward(step: TrainStep) -> Any:
 
 def loss(step: TrainStep) -> None:
     dense.loss_fwd(
-        step.model,
+        step._read,
         step.adapter,
         step._feed.batch,
         table=step._table,
@@ -204,11 +207,13 @@ def test_what_stays_on_a_card_is_exact(card, targets):
     work = work_of(QWEN3, targets, CARD, "block", None)
     step = step_of(work)
     memory = memory_of(work, graphs=True, evaluates=False)
-    assert memory.weights == held(step.model)
+    leaves = tree.leaves(step._read)
+    assert memory.weights == held([x.rows if isinstance(x, Widened) else x for x in leaves])
     assert memory.adapter == (held(step.adapter) if targets else 0)
     assert memory.gradients == held(step.grads)
     assert memory.optimizer == held(step.state.m, step.state.v, step.state.master)
     tables = [table.tensors for table in step._plan.tables] + [t for _, t in step._norms.tensors]
+    tables += [] if step._refresh is None else [step._refresh._table]
     partial = card.most(step._run_update)
     known = held(step._feed._rows, step._table, *[(t.rows, t.chunk_tensor) for t in tables])
     # Besides: a few arrays of one to five numbers.

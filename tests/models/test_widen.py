@@ -1,20 +1,24 @@
 """A model whose adapted matrices lie with their adapters: as the plain one, but for rounding."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 import surogate
 from surogate.kernels import tree
 from surogate.kernels.arrays import BF16, FROZEN
-from surogate.kernels.widened import Widened, plain
+from surogate.kernels.widened import Widened, plain, room, with_room
 from surogate.models import dense
-from surogate.models.blocks import Context
+from surogate.models.blocks import Context, Settings
+from surogate.models.init import init_model
 from surogate.models.lora import LoraSpec, merge_adapter
 from surogate.models.names import named
+from surogate.models.tree import LayerAdapter
 from surogate.models.widen import making_room, refresh_of, widened
 from tests.models.test_dense import with_adapter
 from tests.models.tiny import both, documents
-from tests.oracle import same_bits, to_device, to_host
+from tests.oracle import normal, same_bits, to_device, to_host
 
 MATRICES = ("w_qkv", "w_o", "w_gate_up", "w_down")
 
@@ -74,36 +78,38 @@ def test_gradients_of_everything_equal_the_plain_models(tmp_path):
 def test_a_bf16_layer_equals_the_plain_one(device, tmp_path):
     """With the kernels, which read and write rows that lie apart."""
     _, model = both("qwen3", tmp_path)
+    config = dataclasses.replace(model.config, head_dim=64, initializer_range=0.2)
+    model = model._replace(params=init_model(config, 0, BF16), settings=Settings(config))
     model = with_adapter(model, ["all"])
 
     def there(value):
         return tree.map(lambda x: to_device(x, device), value)
 
-    def put(x):
-        return to_device(x.astype(BF16), device)
+    adapter = there(tree.map(lambda x: x.astype(BF16), model.adapter))
+    one = adapter._replace(layers=adapter.layers[:1])
+    plain_model = there(model.params._replace(layers=model.params.layers[:1]))
+    wide = widened(plain_model, one)
+    refresh_of(wide, one, model.settings.lora, config).launch_()
+    batch = there(surogate.batch(documents(19, 8)))
+    context = Context(batch.docs, batch.positions, there(dense.rotary_table(config, 19)))
+    x, dy = normal("bfloat16", (27, 32), (27, 32), device=device)
+    into = (tree.map(lambda _: FROZEN, plain_model.layers[0]), LayerAdapter(*(None,) * 4))
 
-    layer, adapter = (tree.map(put, t.layers[0]) for t in (model.params, model.adapter))
-    batch = surogate.batch(documents(19, 8))
-    table = there(dense.rotary_table(model.config, 19))
-    context = Context(there(batch.docs), there(batch.positions), table)
-    rng = np.random.default_rng(0)
-    x, dy = (put(rng.standard_normal((27, 32))) for _ in range(2))
-
-    def run(layer):
-        y, res = dense.layer_fwd(layer, adapter, x, context=context, settings=model.settings)
+    def run(layer, dy):
+        y, res = dense.layer_fwd(layer, one.layers[0], x, context=context, settings=model.settings)
         dx, (_, grads) = dense.layer_bwd(
-            layer, res, dy, settings=model.settings, below=layer.w_down,
-            into=(tree.map(lambda _: FROZEN, layer), tree.map(lambda _: None, adapter)),
-        )  # fmt: skip
-        return y, dx, *tree.leaves(grads)
+            layer, res, dy, settings=model.settings, into=into, below=layer.w_down
+        )
+        return dx, (y, dx, *tree.leaves(grads))
 
-    whole = tree.map(put, model.params)._replace(layers=(layer,))
-    wide = widened(whole, model.adapter._replace(layers=(adapter,)))
-    refresh_of(
-        wide, model.adapter._replace(layers=(adapter,)), model.settings.lora, model.config
-    ).launch_()
-    for got, want in zip(run(wide.layers[0]), run(layer), strict=True):
-        assert relative(got, want) <= 2e-2  # roundings of twenty ops, each run with its own
+    roomy = with_room(dy, 32, wide.layers[0].w_down)
+    roomy[...] = dy
+    _, want = run(plain_model.layers[0], dy)
+    dx, got = run(wide.layers[0], roomy)
+    assert room(dx, wide.layers[0].w_down.extra) is not None, "for the layer below"
+    assert len(got) == len(want) == 10
+    for one_got, one_want in zip(got, want, strict=True):
+        assert relative(one_got, one_want) <= 2e-2  # roundings of twenty ops, each run's own
 
 
 def test_names_and_merges_see_the_weights_themselves(tmp_path):

@@ -10,18 +10,21 @@ import pytest
 from click.testing import CliRunner
 
 from surogate import plan as plans
+from surogate.choices import options_of
 from surogate.cli import main
 from surogate.config import Config, load_config
 from surogate.device import Device, choose_device
 from surogate.errors import UserError
 from surogate.kernels import tree
 from surogate.kernels.arrays import BF16
+from surogate.kernels.widened import Widened
 from surogate.models.init import init_model
 from surogate.models.lora import init_adapter
 from surogate.models.memory import memory_of
 from surogate.models.registry import hf_config
+from surogate.models.widen import making_room
 from surogate.plan import SPARE, Place, cheapest_policy, find_model, in_words, predict, remedies
-from surogate.setup import Sources, lora_of
+from surogate.setup import Sources, lora_of, putter
 from surogate.train import train_step
 
 GIB = 1 << 30
@@ -66,7 +69,11 @@ def show(config: Config, capsys) -> str:
     ],
 )
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_what_stays_is_what_the_run_makes(make, settings, kind):
+def test_what_stays_is_what_the_run_makes(make, monkeypatch, settings, kind):
+    def options(*arguments: Any) -> Any:
+        return options_of(*arguments)._replace(widen=kind == "cuda")
+
+    monkeypatch.setattr("surogate.train.options_of", options)
     config = make(use_cuda_graphs=False, **settings)
     model_config, _ = find_model(config)
     plan = predict(config, model_config, kind)
@@ -80,7 +87,8 @@ def test_what_stays_is_what_the_run_makes(make, settings, kind):
         unit = plan.work.layout.unit
         return sum(-(-leaf.nbytes // unit) * unit for leaf in tree.leaves(trees))
 
-    assert plan.memory.weights == held(step.model)
+    leaves = tree.leaves(step._read)
+    assert plan.memory.weights == held([x.rows if isinstance(x, Widened) else x for x in leaves])
     assert plan.memory.adapter == held(step.adapter)
     assert plan.memory.gradients == held(step.grads)
     assert plan.memory.optimizer == held(step.state.m, step.state.v, step.state.master)
@@ -252,7 +260,10 @@ def test_groups_on_a_card_are_within_5_percent(make, tmp_path, settings):
     pool.free_all_blocks()
     before = pool.used_bytes()
     with device.library.cuda.Stream(non_blocking=True):
-        model = device.put(init_model(model_config, 0, BF16))
+        put = putter(device)
+        if lora is not None:
+            put = making_room(put, model_config, lora)
+        model = init_model(model_config, 0, BF16, put=put)
         adapter = None if lora is None else device.put(init_adapter(model_config, lora, 0, BF16))
         sources = Sources(Path("."), model_config, model, lora, adapter)
         step = train_step(config, device, sources)
