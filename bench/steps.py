@@ -95,7 +95,9 @@ def build_step(args: argparse.Namespace, device: Device) -> tuple[TrainStep, Mod
     put: Put = lambda path, array: array  # noqa: E731
     model = random_model(config, device, put=making_room(put, config, lora) if lora else put)
     adapter = device.put(init_adapter(config, lora, 0, BF16)) if lora else None
-    optimizer = AdamWConfig(master_dtype="float32" if lora else "bfloat16")
+    optimizer = AdamWConfig(
+        master_dtype="float32" if lora else "bfloat16", moment_dtype=args.moments
+    )
     options = StepOptions(
         tokens=args.rows * args.length,
         recompute=args.recompute,
@@ -155,6 +157,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "length": args.length,
             "documents": args.documents,
             "recompute": args.recompute,
+            "moments": args.moments,
             "tokens_per_second": round(tokens / median),
             "step_ms": round(median * 1e3, 2),
             "host_ms": round(statistics.median(host) * 1e3, 2),
@@ -178,6 +181,7 @@ def main() -> None:
     parser.add_argument("--recompute", default="none", choices=["none", "selective", "block"])
     parser.add_argument("--chunk", type=int)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--moments", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--profile", action="store_true")

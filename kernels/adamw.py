@@ -54,7 +54,7 @@ SOURCE = Source(
 )
 
 
-# Tensors of fewer elements in all are cut finer, so that the last blocks do not wait for each other.
+# Fewer elements in all are cut finer, so that the last blocks end together.
 FEW_ELEMENTS, FINE_CHUNK = 1 << 26, CHUNK // 4
 
 

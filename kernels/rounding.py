@@ -12,7 +12,8 @@ a tensor share a call and take 16 bits each:
     key = (seed, step)    counter = (group, group >> 32, tensor, role)    group = element // 8
 
 so the bits of an element depend on no launch shape, and on no sharding when ``first`` is given. The
-same functions for kernels are in cuda/rounding.cuh.
+same functions for kernels are in cuda/rounding.cuh. Seven rounds pass the same tests of randomness;
+the authors recommend ten, for a margin, and three calls of ten are a fifth of AdamW's instructions.
 """
 
 import numpy as np

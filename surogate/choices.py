@@ -22,6 +22,7 @@ def optimizer_of(config: Config) -> AdamWConfig:
         epsilon=config.adamw_epsilon,
         weight_decay=config.weight_decay,
         master_dtype="float32" if master == "fp32" else "bfloat16",
+        moment_dtype="float32" if config.moment_dtype == "fp32" else "bfloat16",
         seed=config.train_seed & 0xFFFFFFFF,
     )
 

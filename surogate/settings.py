@@ -216,8 +216,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = None
     master_dtype: Annotated[
         Literal["fp32", "bf16"] | None,
-        key("Type of the weights that full training updates; null: as the weights"),
+        key("Type of the weights that full training updates; null: as they are computed with"),
     ] = None
+    moment_dtype: Annotated[
+        Literal["fp32", "bf16"], key("Type of AdamW's moments; bf16 is rounded at random")
+    ] = "fp32"
 
     lora: Annotated[
         bool, key("Train LoRA adapters; unset, false for the verb pt and with from_scratch")

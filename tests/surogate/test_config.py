@@ -70,6 +70,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "auto_lmhead_chunks": (False, {}),
     "gradient_dtype": ("fp32", {}),
     "master_dtype": ("fp32", {"lora": False}),
+    "moment_dtype": ("bf16", {}),
     "lora": (False, {}),
     "lora_rank": (4, {}),
     "lora_alpha": (8, {}),
