@@ -24,8 +24,11 @@ def main() -> None:
     everything = sum(map(sum, total.values()))
     print(f"{everything / 1e3:.2f} ms in {sum(map(len, total.values()))} kernels")
     for name, times in sorted(total.items(), key=lambda item: -sum(item[1]))[:40]:
-        share = sum(times) / everything
-        print(f"{sum(times):10.0f} us {share:6.1%} {len(times):5d} x {sum(times) / len(times):8.1f} {name[:90]}")
+        spent = sum(times)
+        print(
+            f"{spent:10.0f} us {spent / everything:6.1%} {len(times):5d} x "
+            f"{spent / len(times):8.1f} {name[:80]}"
+        )
 
 
 if __name__ == "__main__":

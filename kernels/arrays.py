@@ -5,7 +5,6 @@ NumPy arrays run the host version of an op, CuPy arrays its kernel. Nothing here
 an array on the card appears.
 """
 
-import functools
 import sys
 import types
 from collections.abc import Callable
@@ -55,14 +54,11 @@ def describe(x: Any) -> str:
     return f"{x.dtype}{x.shape}" if hasattr(x, "dtype") else str(x)
 
 
-@functools.cache
-def _is_cupy(kind: type) -> bool:
-    return kind.__module__.split(".")[0] == "cupy"
-
-
 def on_device(x: Any) -> bool:
     """True when an op on ``x`` must launch a kernel, False when it runs on the host."""
-    return _is_cupy(type(x)) or (Backend.launch is not None and isinstance(x, np.ndarray))
+    if isinstance(x, np.ndarray):
+        return Backend.launch is not None
+    return type(x).__module__.startswith("cupy")
 
 
 def namespace(x: Any) -> types.ModuleType:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from surogate.kernels.arrays import BF16, Backend, require
+from surogate.kernels.arrays import Backend, require
 
 ARCHITECTURES = ("80", "86", "89", "90a", "100a", "103a", "120a", "121a")
 THREADS = 256  # of an elementwise kernel's block

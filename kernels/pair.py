@@ -135,14 +135,15 @@ class Traced:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise TypeError(
-            f"vjp: a traced value reached .{name}: only pairs (surogate.kernels) may use it, or its "
-            "gradient would be lost; call a pair, or give the operation a pair of its own"
+            f"vjp: a traced value reached .{name}: only pairs (surogate.kernels) may use it, "
+            "or its gradient would be lost; call a pair, or give the operation one"
         )
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
-            "vjp: a traced value reached an operation that is not a pair, so its gradient would be lost; "
-            "call a pair of surogate.kernels (add(x, y), not x + y), or give the operation a pair"
+            "vjp: a traced value reached an operation that is not a pair, so its gradient would "
+            "be lost; call a pair of surogate.kernels (add(x, y), not x + y), or give the "
+            "operation a pair"
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse

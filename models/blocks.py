@@ -153,6 +153,7 @@ def attention_block_bwd(
     do, d_w_o, _, d_o, _ = linear_bwd(
         res.out, dy, into=LinearInto(part_of(weights, "w_o"), None, part_of(adapters, "o"))
     )
+    assert do is not None
     packed, _ = attention_bwd_packed(
         res.attention, do.reshape(len(dy), config.heads, config.head_dim)
     )
@@ -170,6 +171,7 @@ def attention_block_bwd(
         ),
         x=x,
     )
+    assert dn is not None
     dx, d_attn_norm = rmsnorm_bwd(
         res.norm,
         dn,
@@ -244,7 +246,8 @@ def mlp_block_bwd(
         x=a,
     )
     del a
-    d_both = swiglu_bwd(res.swiglu, da, out=with_room(da, 2 * da.shape[1], layer.w_gate_up))
+    assert da is not None
+    d_both: Any = swiglu_bwd(res.swiglu, da, out=with_room(da, 2 * da.shape[1], layer.w_gate_up))
     del da
     n = res.gate_up.x
     if n is None:
@@ -255,6 +258,7 @@ def mlp_block_bwd(
         into=LinearInto(part_of(weights, "w_gate_up"), None, part_of(adapters, "gate_up")),
         x=n,
     )
+    assert dn is not None
     dx, d_mlp_norm = rmsnorm_bwd(
         res.norm,
         dn,

@@ -115,8 +115,10 @@ def _layer_pair(context: Context, settings: Settings) -> LayerPair:
     windows = settings.config.windows
 
     def fwd(params: Any, x: Array, index: int, keep: bool) -> Any:
+        layer, adapter = params
+        window = windows[index]
         return layer_fwd(
-            *params, x, context=context, settings=settings, window=windows[index], keep=keep
+            layer, adapter, x, context=context, settings=settings, window=window, keep=keep
         )
 
     def bwd(params: Any, res: Any, dy: Array, index: int, into: Any) -> Any:
@@ -231,16 +233,15 @@ def loss_and_grads(
     everything. ``totals`` are (nll_sum, count) arrays that the outputs are added to.
     """
     x, res = hidden_fwd(model, adapter, batch, table=table, settings=settings, recompute=recompute)
-    destinations = (
-        Model(None, (None,) * len(model.layers), None, None) if into is None else into.model
-    )
     tied = model.head is None
+    to_embed = None if into is None else into.model.embed
+    to_head = None if into is None else into.model.head
     outputs, dx, d_head = lm_head_loss_and_grad(
         x,
         head_weight(model),
         labels=batch.labels,
         chunk=chunk,
-        into=destinations.embed if tied else destinations.head,
+        into=to_embed if tied else to_head,
         totals=totals,
     )
     del x
@@ -256,11 +257,16 @@ def loss_and_grads(
         into=into,
     )
     d_embed = embedding_bwd(
-        EmbeddingResiduals(batch.tokens, *model.embed.shape[:1], model.embed.dtype),
+        EmbeddingResiduals(batch.tokens, len(model.embed), model.embed.dtype),
         dx,
-        into=d_head if tied and into is None else destinations.embed,
+        into=d_head if tied and into is None else to_embed,
     )
-    grads = Model(d_embed, tuple(layer for layer, _ in layers), d_norm, None if tied else d_head)
+    grads = Model(
+        d_embed,  # type: ignore[arg-type]  # None where frozen
+        tuple(layer for layer, _ in layers),
+        d_norm,
+        None if tied else d_head,
+    )
     of_adapter = Adapter(tuple(a for _, a in layers)) if adapter is not None else None
     return outputs, Grads(grads, of_adapter)
 

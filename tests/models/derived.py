@@ -12,9 +12,7 @@ from surogate.models.blocks import part_of
 def attention_forward(x, layer, adapter, *, context, settings, window=None):
     config = settings.config
     n = rmsnorm(x, layer.attn_norm, eps=config.eps)
-    flat = linear(
-        n, layer.w_qkv, layer.b_qkv, part_of(adapter, "qkv"), **settings.adapter("w_qkv")
-    )
+    flat = linear(n, layer.w_qkv, layer.b_qkv, part_of(adapter, "qkv"), **settings.adapter("w_qkv"))
     heads = config.heads + 2 * config.kv_heads
     q, k, v = qk_norm_rope(
         reshape(flat, shape=(x.shape[0], heads, config.head_dim)),

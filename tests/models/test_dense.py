@@ -29,9 +29,7 @@ def relative(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def gradients_of(model) -> dict[str, np.ndarray]:
-    return {
-        name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None
-    }
+    return {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -189,9 +187,8 @@ def test_tokens_outside_the_vocabulary_are_refused(tmp_path):
 
 def test_written_blocks_equal_derived_ones_bit_for_bit(tmp_path):
     """vjp of the layer's forward, in the pairs that the written backward mirrors."""
-    from tests.models.derived import layer_forward
-
     from surogate.kernels.pair import vjp
+    from tests.models.derived import layer_forward
 
     _, model = both("qwen3", tmp_path)
     model = with_adapter(model, ["all"])
@@ -204,9 +201,7 @@ def test_written_blocks_equal_derived_ones_bit_for_bit(tmp_path):
     derived = vjp(layer_forward)
     y, res = derived.fwd(layer, adapter, x, context=context, settings=model.settings)
     d_layer, d_adapter, dx = derived.bwd(res, dy)
-    want_y, want_res = dense.layer_fwd(
-        layer, adapter, x, context=context, settings=model.settings
-    )
+    want_y, want_res = dense.layer_fwd(layer, adapter, x, context=context, settings=model.settings)
     want_dx, (want_layer, want_adapter) = dense.layer_bwd(
         layer, want_res, dy, settings=model.settings
     )
@@ -219,9 +214,8 @@ def test_written_blocks_equal_derived_ones_bit_for_bit(tmp_path):
 
 
 def test_attention_block_alone_equals_derived(tmp_path):
-    from tests.models.derived import attention_forward
-
     from surogate.kernels.pair import vjp
+    from tests.models.derived import attention_forward
 
     _, model = both("qwen2_window", tmp_path)
     layer = model.params.layers[1]
