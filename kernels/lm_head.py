@@ -42,7 +42,10 @@ from surogate.kernels.cross_entropy import (
 from surogate.kernels.matmul import matmul
 from surogate.kernels.pair import Pair
 
-CHUNK_BYTES = 512 << 20  # of logits: large enough that products of a chunk run at full rate
+# Of a chunk's logits. On an H200 the head's products take 7 % less time in chunks of 2048 tokens
+# than of 1024 (vocabulary 151936), so a long row, whose activations dwarf them, gets more.
+CHUNK_BYTES, MOST_CHUNK_BYTES = 512 << 20, 1280 << 20
+PIECES = 8  # of a long row
 
 Totals = tuple[Float[Array, ""], Int32[Array, ""]]
 
@@ -64,9 +67,15 @@ class LMHeadResiduals(NamedTuple):
 
 
 def default_chunk(tokens: int, vocab: int, itemsize: int) -> int:
-    """Tokens: the largest power of two whose logits fit CHUNK_BYTES, or all of them."""
-    fitting = max(1, CHUNK_BYTES // (vocab * itemsize))
-    return max(1, min(tokens, 1 << (fitting.bit_length() - 1)))
+    """Tokens: the largest power of two whose logits fit CHUNK_BYTES, or all of them; of a long row
+    up to an eighth, within MOST_CHUNK_BYTES.
+    """
+
+    def fitting(size: int) -> int:
+        return 1 << (max(1, size // (vocab * itemsize)).bit_length() - 1)
+
+    most = min(fitting(MOST_CHUNK_BYTES), tokens // PIECES)
+    return max(1, min(tokens, max(fitting(CHUNK_BYTES), most)))
 
 
 def lm_head_loss_fwd(

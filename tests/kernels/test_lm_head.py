@@ -202,14 +202,18 @@ def test_logits(dtype, device):
 
 
 def test_default_chunk():
-    # 512 MiB are 1766 rows of a bf16 row of 151936
-    assert default_chunk(1 << 20, 151936, 2) == 1024
-    assert default_chunk(1 << 20, 49152, 2) == 4096
+    # 512 MiB hold 1766 rows of 151936 in bf16, 1280 MiB hold 4416
+    assert default_chunk(4096, 151936, 2) == 1024
+    assert default_chunk(16384, 151936, 2) == 2048
+    assert default_chunk(1 << 20, 151936, 2) == 4096
+    assert default_chunk(1 << 20, 49152, 2) == 8192
     assert default_chunk(100, 151936, 2) == 100
     assert default_chunk(100, 1 << 40, 2) == 1
     for vocab in (128, 50257, 201088):
         chunk = default_chunk(1 << 30, vocab, 2)
-        assert 256 << 20 < chunk * vocab * 2 <= 512 << 20
+        assert 640 << 20 < chunk * vocab * 2 <= 1280 << 20
+        short = default_chunk(8, vocab, 2)
+        assert short == 8
 
 
 def test_refusals():
