@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.ceiling import ideal_seconds
 from surogate.device import Device, choose_device
 from surogate.kernels.arrays import BF16, F32
 from surogate.kernels.batch import Batch, docs_from_lengths, positions_of
@@ -147,6 +148,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             lora_rank=args.rank if args.mode == "lora" else None,
             recompute=args.recompute,
         )
+        ideal = ideal_seconds(
+            config,
+            lora=args.mode == "lora",
+            length=args.length,
+            tokens=args.rows * args.length,
+            accumulation=args.accumulation,
+            recompute=args.recompute == "block",
+        )
         free, total = device.library.cuda.runtime.memGetInfo()
         rate = product_rate(device)
         return {
@@ -161,6 +170,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "tokens_per_second": round(tokens / median),
             "step_ms": round(median * 1e3, 2),
             "host_ms": round(statistics.median(host) * 1e3, 2),
+            "ceiling": round(100 * ideal / median, 1),
             "sol": round(100 * flops.total / rate / median, 1),
             "tflops": round(flops.total / median / 1e12),
             "rate": round(rate / 1e12),

@@ -1,5 +1,8 @@
 """surogate info: what a run would use here."""
 
+import json
+from pathlib import Path
+
 from surogate.device import choose_device
 from surogate.light import product_rate
 
@@ -21,5 +24,17 @@ def info_command() -> None:
     with stream_of(device):
         print(f"products   {product_rate(device) / 1e12:.2f} TFLOP/s, measured now")
     print(f"cache      {cache_directory()}")
+    for line in kept_choices(cache_directory() / "choice"):
+        print(line)
     for name, version in versions().items():
         print(f"{name:10s} {version}")
+
+
+def kept_choices(folder: Path) -> list[str]:
+    """A line for each choice between implementations that was measured and kept."""
+    lines = []
+    for path in sorted(folder.rglob("*.json")):
+        kept = json.loads(path.read_text())
+        times = ", ".join(f"{name} {us:.0f} us" for name, us in kept["microseconds"].items())
+        lines.append(f"{kept['topic']:10s} {kept['choice']} for {kept['key']}: {times}")
+    return lines
