@@ -1,7 +1,7 @@
 """The ideal time of a training step: what its work takes at stated rates, one after another.
 
-    time = products / 730 TFLOP/s + attention / (500 forward, 385 backward TFLOP/s) + bytes / 4.2
-    TB/s
+    time = products / 730 TFLOP/s + bytes / 4.2 TB/s
+         + attention / 500 TFLOP/s (forward) and 385 TFLOP/s (backward)
 
 The rates are what the best library calls reach on an H200 at training sizes (matrix products of 650
 to 800 TFLOP/s, attention of a long row), not a datasheet's. Bytes are the fewest that can be moved

@@ -12,6 +12,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from surogate.kernels.arrays import address
+
 # The unit roundoff 2^-p of a format with p significant bits: one rounding to nearest.
 ROUNDING = {
     "float64": 2.0**-53,
@@ -42,6 +44,17 @@ def normal(dtype: str, *shapes: Sequence[int], seed: int = 0, device: str = "hos
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
     out = [to_device(rng.standard_normal(shape).astype(kind), device) for shape in shapes]
     return out[0] if len(out) == 1 else tuple(out)
+
+
+def unaligned(x: Any, device: str) -> Any:
+    """A copy on the device that begins an element past a multiple of 16 bytes, as ``buffer[1:]``
+    does.
+    """
+    x = to_host(x)
+    view = to_device(np.empty(x.size + 1, x.dtype), device)[1:].reshape(x.shape)
+    view[...] = to_device(x, device)
+    assert address(view) % 16 == x.itemsize
+    return view
 
 
 def oracle(

@@ -10,7 +10,7 @@ import pytest
 
 from surogate.kernels.add import accumulate_, add_bwd, add_fwd, add_ref
 from surogate.kernels.arrays import BF16
-from tests.oracle import close, normal, oracle, same_bits, to_device, to_host
+from tests.oracle import close, normal, oracle, same_bits, to_device, to_host, unaligned
 
 # Empty, less than a vector, ragged, one block of float32 and one element more, several blocks.
 SHAPES = [(0,), (1,), (7, 3), (1024,), (1025,), (3, 5, 1000)]
@@ -54,6 +54,17 @@ def test_inputs_stay_and_may_be_views(device: str) -> None:
     same_bits(got, a[::2, 1:] + b.T[::2, 1:])
     same_bits(moved_a, a)
     same_bits(moved_b, b)
+
+
+@pytest.mark.parametrize("which", ["a", "b"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_views_that_begin_off_16_bytes(dtype: str, which: str, device: str) -> None:
+    a, b = normal(dtype, (1025,), (1025,))
+    moved = {"a": to_device(a, device), "b": to_device(b, device)}
+    moved[which] = unaligned(moved[which], device)
+    same_bits(add_fwd(**moved)[0], sum_of(a, b))
+    into, x = unaligned(a, device), unaligned(b, device)
+    same_bits(accumulate_(into, x), sum_of(a, b))
 
 
 def test_float64_runs_on_the_host() -> None:

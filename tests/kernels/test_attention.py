@@ -16,7 +16,7 @@ from surogate.kernels.attention_mma import TILES
 from surogate.kernels.batch import Docs, docs_from_lengths
 from surogate.kernels.pair import vjp
 from tests.emulator.launch import emulated
-from tests.oracle import close, normal, oracle, same_bits, to_device, to_host
+from tests.oracle import close, normal, oracle, same_bits, to_device, to_host, unaligned
 
 # Roundings, of values of size 1, as o and the summands of all gradients are for unit normals.
 OUT = 3  # of the weights before the product, and of the result
@@ -282,6 +282,17 @@ def test_kernels_refuse(dtype, head_dim, message, device):
     q, k, v, _ = (to_device(x, device) for x in problem([5], 2, 1, head_dim, dtype))
     with pytest.raises(ValueError, match=message):
         attention_fwd(q, k, v, docs=docs_on(device, [5]), scale=1.0)
+
+
+@pytest.mark.parametrize("number,name", enumerate(["q", "k", "v", "do"]))
+def test_kernels_refuse_arrays_that_begin_off_16_bytes(number, name, device):
+    arrays = list(problem([5], 2, 1, 64))
+    arrays[number] = unaligned(arrays[number], device)
+    if device == "host":
+        run(device, arrays[:3], None, arrays[3], [5])
+        return
+    with pytest.raises(ValueError, match=f"{name} must lie together, .*multiples of 16 bytes"):
+        run(device, arrays[:3], None, arrays[3], [5])
 
 
 def test_tiles_fit_every_card():

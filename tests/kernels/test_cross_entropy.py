@@ -15,7 +15,7 @@ from surogate.kernels.cross_entropy import (
     nll_gradient,
     nll_total,
 )
-from tests.oracle import close, normal, oracle, same_bits, to_device, to_host
+from tests.oracle import close, normal, oracle, same_bits, to_device, to_host, unaligned
 
 # least; shorter than a vector; rows that start at every alignment, on blocks that walk; aligned;
 # models' vocabularies: rows in shared memory; in registers too, ragged; longer than both hold
@@ -71,6 +71,26 @@ def test_gradient_of_sum_and_of_each_token_in_place(device):
     got = nll_gradient(res, logits, d_nll_sum=d_nll_sum, d_logprobs=d_logprobs)
     assert got is logits
     close(got, want, "float32", scale=1.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_that_begin_off_16_bytes(dtype, device):
+    """Alone, and beside a gradient that begins elsewhere."""
+    logits, labels = inputs(dtype, 4, 136, device)
+    d_logprobs = normal("float32", (4,), seed=1, device=device)
+    want, res = cross_entropy_fwd(logits, labels=labels)
+    gradient = cross_entropy_bwd(res, d_logprobs)
+    off = unaligned(logits, device)
+    got, off_res = cross_entropy_fwd(off, labels=labels)
+    close(got, to_host(want), "float32", scale=15.0)
+    close(cross_entropy_bwd(off_res, d_logprobs), to_host(gradient), dtype, scale=1.0)
+    out = unaligned(logits, device)
+    nll_gradient(res, out, d_nll_sum=None, d_logprobs=d_logprobs)
+    same_bits(out, gradient)
+    fused = off.copy()
+    close(cross_entropy_fused_(off, labels=labels), to_host(want), "float32", scale=15.0)
+    cross_entropy_fused_(fused, labels=labels)
+    close(off, to_host(fused), dtype, scale=1.0)
 
 
 def test_ignored_rows_may_hold_anything(device):

@@ -6,7 +6,7 @@ import pytest
 from surogate.kernels.attention import attention_fwd
 from surogate.kernels.batch import Docs, docs_from_lengths
 from surogate.kernels.decode import attention_decode, attention_decode_ref
-from tests.oracle import close, normal, same_bits, to_device, to_host
+from tests.oracle import close, normal, same_bits, to_device, to_host, unaligned
 
 MAX_LEN = 150
 LENGTHS = np.array([1, 2, 33, 100, 150], np.int32)  # least, fewer than workers, more, full
@@ -102,3 +102,8 @@ def test_kernel_refuses(device):
     strided = [to_device(q, device), to_device(k, device)[:, ::2], to_device(v, device)[:, ::2]]
     with pytest.raises(ValueError, match="C-contiguous"):
         attention_decode(*strided, lengths=to_device(LENGTHS, device), scale=1.0)
+    for number, name in enumerate(("q", "k_cache", "v_cache")):
+        arrays = [to_device(x, device) for x in (q, k, v)]
+        arrays[number] = unaligned(arrays[number], device)
+        with pytest.raises(ValueError, match=f"{name} must begin at a multiple of 16 bytes"):
+            attention_decode(*arrays, lengths=to_device(LENGTHS, device), scale=1.0)

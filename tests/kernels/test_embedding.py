@@ -13,7 +13,7 @@ from surogate.kernels.embedding import (
     embedding_fwd,
     embedding_ref,
 )
-from tests.oracle import close, normal, oracle, same_bits, to_device, to_host
+from tests.oracle import close, normal, oracle, same_bits, to_device, to_host, unaligned
 
 SIZES = [
     (1, 1, 1),  # least
@@ -125,3 +125,14 @@ def test_refuses_a_gradient_of_another_dtype():
 
 def test_pair_holds_its_functions():
     assert embedding.fwd is embedding_fwd and embedding.bwd is embedding_bwd
+
+
+@each_dtype
+def test_arrays_that_begin_off_16_bytes(dtype, device):
+    weight, dy, ids = problem(dtype, 60, 11, 40, device)
+    y, res = embedding_fwd(weight, tokens=ids)
+    same_bits(embedding_fwd(unaligned(weight, device), tokens=ids)[0], y)
+    want = embedding_bwd(res, dy)
+    same_bits(embedding_bwd(res, unaligned(dy, device)), want)
+    into = unaligned(np.zeros(weight.shape, weight.dtype), device)
+    same_bits(embedding_bwd(res, dy, into=into), want)

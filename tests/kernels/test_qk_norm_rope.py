@@ -16,7 +16,7 @@ from surogate.kernels.qk_norm_rope import (
 )
 from surogate.kernels.rmsnorm import rmsnorm_fwd
 from surogate.kernels.rope import RopeTable, rope_frequencies, rope_fwd, rope_table
-from tests.oracle import close, normal, oracle, same_bits, to_device, to_host
+from tests.oracle import close, normal, oracle, same_bits, to_device, to_host, unaligned
 
 EPS = 1e-6
 Y = 6  # roundings of q and k: rstd, its product, the weight's, and three of the rotation
@@ -186,6 +186,39 @@ def test_tokens_may_lie_apart(device):
     got = (*outputs, *qk_norm_rope_bwd(res, *split(wide[1][:, 1:5], 2, 1)))
     for a, b in zip(got, want, strict=True):
         same_bits(a, b)
+
+
+@pytest.mark.parametrize("which", ["qkv", "q_weight", "k_weight", "cos", "sin", "grads"])
+@each_dtype
+def test_arrays_that_begin_off_16_bytes(which, dtype, device):
+    """Other lanes hold a head's values then, so its sums are rounded in another order."""
+    settings = settings_of(5, 4, 2, 32, device)
+    names = ("qkv", "q_weight", "k_weight", "grads")
+    plain = dict(zip(names, problem(dtype, 5, 4, 2, 32, device), strict=True))
+    table = settings["table"]
+    found = []
+    for off in (False, True):
+        arrays, angles = plain, table
+        if off and which in names:
+            arrays = plain | {which: unaligned(plain[which], device)}
+        elif off:
+            angles = table._replace(**{which: unaligned(getattr(table, which), device)})
+        qkv, q_weight, k_weight, grads = arrays.values()
+        common = settings | {"table": angles}
+        outputs, res = qk_norm_rope_fwd(qkv, q_weight, k_weight, eps=EPS, **common)
+        apart = qk_norm_rope_bwd(res, *split(grads, 4, 2))
+        packed = unaligned(grads, device) if off and which == "grads" else grads.copy()
+        found.append([*outputs, *apart, *qk_norm_rope_bwd_(res, packed)])
+    for got, want in zip(*found, strict=True):
+        close(got, to_host(want), dtype)
+
+
+@kernels_only
+def test_kernels_refuse_strided_weights(device):
+    qkv, weight, _, _ = problem("float32", 5, 4, 2, 32, device)
+    strided = to_device(np.zeros((32, 2), np.float32), device)[:, 0]
+    with pytest.raises(ValueError, match="weights must be C-contiguous"):
+        qk_norm_rope_fwd(qkv, weight, strided, **settings_of(5, 4, 2, 32, device))
 
 
 @pytest.mark.parametrize("buffer", ["bfloat16", "float32"])

@@ -25,7 +25,7 @@ from surogate.kernels.rmsnorm import (
     rmsnorm_ref,
     sum_partials,
 )
-from tests.oracle import close, normal, oracle, same_bits, to_device, to_host
+from tests.oracle import close, normal, oracle, same_bits, to_device, to_host, unaligned
 
 EPS = 1e-5
 DX = 16  # roundings of dx: its summands g and n * mean cancel, and g may be ten times the usual dx
@@ -319,3 +319,29 @@ def test_refuses_an_out_that_does_not_fit():
         rmsnorm_fwd(x, weight, eps=EPS, out=x.astype(np.float64))
     with pytest.raises(ValueError, match=r"rmsnorm_bwd: out must be float32\(4, 8\)"):
         rmsnorm_bwd(res, dy, out=x.astype(np.float64))
+
+
+@pytest.mark.parametrize("which", ["x", "residual", "weight", "dy", "dh"])
+@each_dtype
+def test_arrays_that_begin_off_16_bytes(which, dtype, device):
+    names = ("x", "residual", "weight", "dy", "dh")
+    plain = dict(zip(names, problem(dtype, 5, 136, device), strict=True))
+    found = []
+    for arrays in (plain, plain | {which: unaligned(plain[which], device)}):
+        x, residual, weight, dy, dh = arrays.values()
+        outputs, res = add_rmsnorm_fwd(x, residual, weight, eps=EPS)
+        y, alone = rmsnorm_fwd(x, weight, eps=EPS)
+        found.append([*outputs, y, *add_rmsnorm_bwd(res, dy, dh), *rmsnorm_bwd(alone, dy)])
+    for got, want in zip(*found, strict=True):
+        same_bits(got, want)
+
+
+@kernels_only
+def test_kernels_refuse_strided_weights_and_buffers(device):
+    x, _, weight, dy, _ = problem("float32", 3, 8, device)
+    wide = to_device(np.zeros((8, 2), np.float32), device)
+    with pytest.raises(ValueError, match="weight must be C-contiguous"):
+        rmsnorm_fwd(x, wide[:, 0], eps=EPS)
+    _, res = rmsnorm_fwd(x, weight, eps=EPS)
+    with pytest.raises(ValueError, match="into must be C-contiguous"):
+        rmsnorm_bwd(res, dy, into=wide[:, 0])

@@ -17,7 +17,7 @@ from surogate.kernels.rope import (
     rope_table,
     token_stride,
 )
-from tests.oracle import close, normal, oracle, same_bits, to_device, to_host
+from tests.oracle import close, normal, oracle, same_bits, to_device, to_host, unaligned
 
 SIZES = [
     (1, 1, 2, 2),  # least: one pair
@@ -75,6 +75,28 @@ def test_rows_may_lie_apart(device):
     view = packed[:, 1:4]
     want, _ = rope_fwd(view.copy(), table=table, positions=positions)
     same_bits(rope_fwd(view, table=table, positions=positions)[0], want)
+
+
+@pytest.mark.parametrize("which", ["x", "cos", "sin"])
+@each_dtype
+def test_arrays_that_begin_off_16_bytes(which, dtype, device):
+    table, positions = table_of(16, 100, device), positions_of(6, device)
+    x = normal(dtype, (6, 5, 16), device=device)
+    want, _ = rope_fwd(x, table=table, positions=positions)
+    if which == "x":
+        x = unaligned(x, device)
+    else:
+        table = table._replace(**{which: unaligned(getattr(table, which), device)})
+    same_bits(rope_fwd(x, table=table, positions=positions)[0], want)
+
+
+def test_tokens_that_lie_off_16_bytes(device):
+    table, positions = table_of(16, 100, device), positions_of(6, device)
+    wide = normal("bfloat16", (6, 5 * 16 + 1), device=device)
+    x = wide[:, :80].reshape(6, 5, 16)
+    assert x.base is not None and x.strides[0] == 162
+    want, _ = rope_fwd(x.copy(), table=table, positions=positions)
+    same_bits(rope_fwd(x, table=table, positions=positions)[0], want)
 
 
 def test_tokens_do_not_depend_on_the_split(device):

@@ -11,7 +11,7 @@ from surogate.kernels.swiglu import (
     swiglu_fwd,
     swiglu_ref,
 )
-from tests.oracle import close, normal, oracle, same_bits, to_device, to_host
+from tests.oracle import close, normal, oracle, same_bits, to_device, to_host, unaligned
 
 SIZES = [
     (1, 8),  # least that 16-byte accesses take
@@ -143,3 +143,17 @@ def test_refuses_an_out_that_does_not_fit():
         swiglu_fwd(gate_up, out=dy[:, :3])
     with pytest.raises(ValueError, match=r"swiglu_bwd: out must be float32\(2, 8\)"):
         swiglu_bwd(SwiGLUResiduals(gate_up), dy, out=gate_up[:, :6])
+
+
+@each_dtype
+def test_arrays_that_begin_off_16_bytes(dtype, device):
+    gate_up, dy = problem(dtype, 5, 40, device)
+    y, res = swiglu_fwd(gate_up)
+    d_gate_up, again = swiglu_bwd(res, dy, recompute=True)
+    off = unaligned(gate_up, device)
+    got_y, off_res = swiglu_fwd(off)
+    same_bits(got_y, y)
+    got, got_again = swiglu_bwd(off_res, unaligned(dy, device), recompute=True)
+    same_bits(got, d_gate_up)
+    same_bits(got_again, again)
+    same_bits(swiglu_bwd_(off_res, dy), d_gate_up)
