@@ -16,8 +16,9 @@ quickstart: $(VENV)/.base
 	$(BIN)/python examples/shakespeare/curve.py $(RUNS)/shakespeare/log.jsonl
 	$(BIN)/surogate generate $(RUNS)/shakespeare --raw --prompt "ROMEO." --max-new-tokens 120 --seed 1
 
+# Without a card the tests share the cores, one process and one BLAS thread each.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -q
+	$(if $(CARD),,OPENBLAS_NUM_THREADS=1) $(BIN)/python -m pytest -q $(if $(CARD),,-n auto)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
