@@ -10,13 +10,21 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from surogate.kernels.arrays import Array, empty_like, namespace, on_device, require, upcast
+from surogate.kernels.arrays import (
+    Array,
+    aligned,
+    empty_like,
+    namespace,
+    on_device,
+    require,
+    upcast,
+)
 from surogate.kernels.nvrtc import THREADS, Source, ctype, vector_width
 
 SOURCE = Source(
     "add",
     {
-        "add_fwd": [("float",), ("bf16",)],
+        "add_fwd": [("float", "4"), ("float", "1"), ("bf16", "8"), ("bf16", "1")],
         "accumulate": [("float", "float"), ("float", "bf16"), ("bf16", "bf16")],
     },
 )
@@ -34,7 +42,8 @@ def add_fwd(
         return (upcast(a) + upcast(b)).astype(a.dtype, copy=False), None
     a, b = namespace(a).ascontiguousarray(a), namespace(b).ascontiguousarray(b)
     y = empty_like(a)
-    _launch("add_fwd", (ctype(a.dtype),), y, [a, b], a)
+    width = vector_width(a.dtype) if aligned(a, b) else 1
+    _launch("add_fwd", (ctype(a.dtype), str(width)), width, [y, a, b])
     return y, None
 
 
@@ -58,17 +67,17 @@ def accumulate_(into: Float[Array, "*shape"], x: Float[Array, "*shape"]) -> Floa
         return into
     require(into.flags.c_contiguous, "accumulate_: into must be C-contiguous")
     x = namespace(x).ascontiguousarray(x)
-    _launch("accumulate", (ctype(into.dtype), ctype(x.dtype)), into, [x], x)
+    types = (ctype(into.dtype), ctype(x.dtype))
+    _launch("accumulate", types, vector_width(x.dtype), [into, x])
     return into
 
 
-def _launch(kernel: str, types: tuple[str, ...], out: Any, inputs: list[Any], narrow: Any) -> None:
-    if out.size == 0:
-        return
-    per_block = THREADS * vector_width(narrow.dtype)
-    SOURCE.launch(
-        kernel, types, -(-out.size // per_block), THREADS, [out, *inputs, np.int64(out.size)]
-    )
+def _launch(kernel: str, types: tuple[str, ...], width: int, arrays: list[Any]) -> None:
+    """A thread for ``width`` elements."""
+    size = arrays[0].size
+    if size:
+        grid = -(-size // (THREADS * width))
+        SOURCE.launch(kernel, types, grid, THREADS, [*arrays, np.int64(size)])
 
 
 def add_ref(a: Array, b: Array) -> Array:

@@ -104,8 +104,15 @@ def row_stride(name: str, x: Any) -> int:
     return columns if rows <= 1 else x.strides[0] // x.itemsize
 
 
+def aligned(*arrays: Any) -> bool:
+    """Whether all arrays begin at multiples of 16 bytes."""
+    return not any(address(x) % 16 for x in arrays if x is not None)
+
+
 def rows_aligned(*matrices: Any) -> bool:
-    """Whether all rows begin at multiples of 16 bytes, so that vector accesses fit them."""
+    """Whether all rows (what the first axis counts) begin at multiples of 16 bytes, so that vector
+    accesses fit them.
+    """
     return not any((address(x) | x.strides[0]) % 16 for x in matrices if x is not None)
 
 

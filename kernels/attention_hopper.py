@@ -16,6 +16,7 @@ import numpy as np
 
 from surogate.kernels.arrays import BF16, Array, Backend, empty, require, zeros
 from surogate.kernels.batch import Docs
+from surogate.kernels.card import multiprocessors
 from surogate.kernels.nvrtc import Source, architecture
 
 HOPPER = ("90a",)
@@ -211,21 +212,9 @@ def _window(window: int | None, tokens: int) -> int:
     return tokens if window is None else min(window, tokens)
 
 
-@functools.cache
-def _multiprocessors_of(card: int) -> int:
-    import cupy
-
-    return int(cupy.cuda.Device(card).attributes["MultiProcessorCount"])
-
-
 def _blocks(tokens: int, heads: int) -> int:
     """Blocks of a kernel that takes items until none is left: one a multiprocessor."""
-    items = -(-tokens // TILE) * heads
-    if Backend.launch is not None:
-        return min(items, 2)
-    import cupy
-
-    return min(items, _multiprocessors_of(cupy.cuda.runtime.getDevice()))
+    return min(-(-tokens // TILE) * heads, multiprocessors())
 
 
 # Tensor maps: what the tensor memory accelerator must know of an array.

@@ -5,14 +5,22 @@ a row costs follows from the lengths of its documents, and no table of documents
 with the most keys start first. Formulas stand in attention.py.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from surogate.kernels.arrays import BF16, FROZEN, Array, Backend, destination, empty, require
+from surogate.kernels.arrays import (
+    BF16,
+    FROZEN,
+    Array,
+    destination,
+    empty,
+    require,
+    rows_aligned,
+)
 from surogate.kernels.batch import Docs
+from surogate.kernels.card import shared_limit
 from surogate.kernels.nvrtc import THREADS, Source, ctype
 
 PADDING = 128  # rows of statistics are a multiple of this: every tile of queries divides it
@@ -170,7 +178,7 @@ def backward(res: Any, do: Array, dq: Array, dk: Array, dv: Array) -> Array:
     inputs = [res.q, res.k, res.v, do, stats]
     settings = [tokens, padded, heads, kv_heads, *strides]
     settings += [_window(res.window, tokens), float(res.scale)]
-    tile = next(t for t in tiles.dkdv if t.shared <= _shared_limit())
+    tile = next(t for t in tiles.dkdv if t.shared <= shared_limit())
     BACKWARD.launch(
         "attention_bwd_dkdv",
         tile.types,
@@ -218,7 +226,7 @@ def _stride(op: str, name: str, x: Array) -> np.int64:
     size = x.dtype.itemsize
     together = x.strides[2] == size and (x.shape[1] == 1 or x.strides[1] == x.shape[2] * size)
     require(
-        together and x.strides[0] % 16 == 0,
+        together and rows_aligned(x),
         f"{op}: the heads of a token of {name} must lie together, tokens at multiples of 16 bytes; "
         f"got strides of {x.strides} bytes for shape {x.shape}: pass a contiguous array",
     )
@@ -232,20 +240,3 @@ def _float32(x: Array | None) -> Array | None:
 def _window(window: int | None, tokens: int) -> int:
     """A window that fits an int32 with room to add a token index; without one, all tokens."""
     return tokens if window is None else min(window, tokens)
-
-
-@functools.cache
-def _shared_limit_of(card: int) -> int:
-    import cupy
-
-    attributes = cupy.cuda.Device(card).attributes
-    return int(attributes["MaxSharedMemoryPerBlockOptin"])
-
-
-def _shared_limit() -> int:
-    """Bytes of shared memory that a block may have on the current card."""
-    if Backend.launch is not None:
-        return 227 * 1024
-    import cupy
-
-    return _shared_limit_of(cupy.cuda.runtime.getDevice())

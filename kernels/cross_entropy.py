@@ -20,6 +20,7 @@ from jaxtyping import Float, Int32
 from surogate.kernels.arrays import (
     Array,
     compute_dtype,
+    describe,
     empty,
     empty_like,
     namespace,
@@ -103,6 +104,11 @@ def nll_gradient(
     ``d_nll_sum`` is the gradient that every token's nll has, a scalar beside the logits;
     ``d_logprobs`` that of each log-probability. Either may be None.
     """
+    require(
+        out.shape == res.logits.shape and out.dtype == res.logits.dtype and out.flags.c_contiguous,
+        f"cross_entropy: out must be contiguous and like the logits {describe(res.logits)}, "
+        f"got {describe(out)} with strides {out.strides}",
+    )
     if on_device(out):
         grads = [d_nll_sum, d_logprobs]
         for name, grad in zip(("d_nll_sum", "d_logprobs"), grads, strict=True):

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int32
 
 from surogate.kernels.arrays import (
     Array,
+    aligned,
     empty_like,
     namespace,
     on_device,
@@ -39,7 +40,8 @@ def attention_decode(
 
     ``lengths`` are at most max_len; a length of 0 marks an idle sequence, whose o is zero.
     ``window`` counts the new token. Raises ValueError for shapes that do not fit together and, on a
-    card, for a head_dim that is no multiple of 8 up to 256 and for arrays that are not contiguous.
+    card, for a head_dim that is no multiple of 8 up to 256 and for arrays that are not contiguous
+    from a multiple of 16 bytes on.
     """
     seqs, heads, head_dim = q.shape
     max_len, kv_heads = k_cache.shape[1:3]
@@ -72,6 +74,11 @@ def attention_decode(
         all(x.flags.c_contiguous for x in (q, k_cache, v_cache)),
         "attention_decode: q and the caches must be C-contiguous",
     )
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        require(
+            aligned(x),
+            f"attention_decode: {name} must begin at a multiple of 16 bytes: pass a copy",
+        )
     o = empty_like(q)
     if o.size:
         lanes = next(n for n in LANES if n * 8 >= head_dim)

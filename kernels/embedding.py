@@ -19,6 +19,7 @@ from surogate.kernels.arrays import (
     empty,
     on_device,
     require,
+    rows_aligned,
     store,
     upcast,
     zeros,
@@ -70,7 +71,7 @@ def embedding_fwd(
         return weight[tokens], res
     require(weight.flags.c_contiguous, "embedding_fwd: weight must be C-contiguous")
     y = empty((len(tokens), hidden), weight.dtype, like=weight)
-    width = _width(weight.dtype, hidden)
+    width = _width(weight.dtype, hidden, weight)
     packs = y.size // width
     require(packs < 1 << 32, f"embedding_fwd: takes less than 2^32 packs of {width}, got {packs}")
     if packs:
@@ -117,8 +118,10 @@ def _check_ids(tokens: Array, vocab: int) -> None:
         )
 
 
-def _width(dtype: np.dtype, hidden: int) -> int:
-    return vector_width(dtype) if hidden % vector_width(dtype) == 0 else 1
+def _width(dtype: np.dtype, hidden: int, *matrices: Array) -> int:
+    """Values of ``dtype`` that a thread moves at once."""
+    width = vector_width(dtype)
+    return width if hidden % width == 0 and rows_aligned(*matrices) else 1
 
 
 def _sum_by_id(ids: Array, vocab: int, dy: Array, out: Array, accumulate: bool) -> None:
@@ -143,7 +146,7 @@ def _sum_by_id(ids: Array, vocab: int, dy: Array, out: Array, accumulate: bool) 
         ("embedding_order", [order, placed, begin, count, ids, tokens]),
     ):
         SOURCE.launch(kernel, (), grid, THREADS, arguments)
-    types = (ctype(out.dtype), ctype(dy.dtype), str(_width(dy.dtype, hidden)))
+    types = (ctype(out.dtype), ctype(dy.dtype), str(_width(dy.dtype, hidden, dy, out)))
     for listed, total, warps, blocks in (
         (rare, totals[1:2], 1, BLOCKS),
         (hot, totals[2:3], HOT_WARPS, HOT_BLOCKS),

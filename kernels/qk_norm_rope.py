@@ -23,10 +23,12 @@ from surogate.kernels.arrays import (
     F32,
     Array,
     Frozen,
+    aligned,
     describe,
     empty,
     on_device,
     require,
+    rows_aligned,
     store,
     upcast,
     zeros,
@@ -49,8 +51,8 @@ BLOCKS = 660
 MAX_HEAD_DIM = 512
 PACK = 4  # values of an access: in bfloat16 8 bytes, so that a lane keeps few angles and shares
 
-# Values of an access, and slots of a head that a lane has: where halves of a head divide by PACK,
-# up to 256 columns and up to 512; else.
+# Values of an access, and slots of a head that a lane has: where halves of a head divide by PACK
+# and arrays lie at multiples of 16 bytes, up to 256 columns and up to 512; else.
 _LAYOUTS = [(str(PACK), "1"), (str(PACK), "2"), ("1", "8")]
 _INSTANCES: list[tuple[str, ...]] = [
     (dtype, *layout) for dtype in ("float", "bf16") for layout in _LAYOUTS
@@ -250,14 +252,21 @@ class _Launch(NamedTuple):
         return -(-items // WARPS)
 
 
-def _plan(res: QKNormRopeResiduals, x: Array) -> _Launch:
+def _plan(res: QKNormRopeResiduals, x: Array, *others: Array | None) -> _Launch:
+    """``x`` and ``others`` are the arrays by token, besides those that ``res`` holds."""
     tokens, _, head_dim = x.shape
+    weights = [weight for weight in (res.q_weight, res.k_weight) if weight is not None]
+    require(
+        all(weight.flags.c_contiguous for weight in weights),
+        "qk_norm_rope: weights must be C-contiguous",
+    )
     half = res.table.cos.shape[1]
     require(
         head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM,
         f"qk_norm_rope: head_dim must be even and at most {MAX_HEAD_DIM}, got {head_dim}",
     )
-    if half % PACK == 0 and head_dim % (2 * PACK) == 0:
+    divides = half % PACK == 0 and head_dim % (2 * PACK) == 0
+    if divides and rows_aligned(x, res.qkv, *others) and aligned(*weights, *res.table):
         slots = head_dim // (2 * PACK)
         lanes = min(32, 1 << (slots - 1).bit_length())
         layout = (str(PACK), "1" if slots <= 32 else "2")
@@ -273,7 +282,7 @@ def _plan(res: QKNormRopeResiduals, x: Array) -> _Launch:
 
 
 def _forward_kernel(res: QKNormRopeResiduals, qkv: Array, qk: Array) -> None:
-    plan = _plan(res, qkv)
+    plan = _plan(res, qkv, qk)
     strides = [np.int64(token_stride("qk_norm_rope_fwd", a)) for a in (qk, qkv)]
     source = None if qk is qkv else qkv
     arrays = [qk, source, res.q_weight, res.k_weight, *res.table, res.positions]
@@ -290,7 +299,7 @@ def _backward_kernel(
     dqkv: Array,
     targets: tuple[Array | Frozen | None, Array | Frozen | None],
 ) -> tuple[Array | None, Array | None]:
-    plan = _plan(res, dqkv)
+    plan = _plan(res, dqkv, dq, dk)
     tokens, _, head_dim = dqkv.shape
     blocks = [max(1, plan.blocks(tokens, heads)) for heads in (res.heads, res.kv_heads)]
     partial = None

@@ -27,6 +27,7 @@ from surogate.kernels.arrays import (
     FROZEN,
     Array,
     Frozen,
+    aligned,
     compute_dtype,
     describe,
     destination,
@@ -198,6 +199,7 @@ def sum_partials(
     """
     blocks, columns = partial.shape
     out, accumulate = destination(into, (columns,), dtype, like=partial)
+    require(out.flags.c_contiguous, "sum_partials: into must be C-contiguous")
     SOURCE.launch(
         "sum_partials",
         (ctype(out.dtype),),
@@ -282,8 +284,9 @@ def _plan(
     for array in (x, *others):
         require(array is None or array.flags.c_contiguous, "rmsnorm: arrays must be C-contiguous")
     threads = _threads(hidden, x.dtype)
-    aligned = "true" if hidden % width == 0 and rows_aligned(*apart) else "false"
-    types = (ctype(x.dtype), ctype(weight.dtype), aligned)
+    require(weight.flags.c_contiguous, "rmsnorm: weight must be C-contiguous")
+    fits = hidden % width == 0 and aligned(weight) and rows_aligned(x, *others, *apart)
+    types = (ctype(x.dtype), ctype(weight.dtype), str(fits).lower())
     return _Launch(types, threads, max(1, block // threads))
 
 

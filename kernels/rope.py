@@ -33,10 +33,12 @@ from jaxtyping import Float, Float32, Int32
 from surogate.kernels.arrays import (
     F32,
     Array,
+    aligned,
     empty,
     namespace,
     on_device,
     require,
+    rows_aligned,
     upcast,
 )
 from surogate.kernels.nvrtc import THREADS, Source, ctype, vector_width
@@ -159,12 +161,6 @@ def check_table(name: str, table: RopeTable, head_dim: int) -> int:
     return half
 
 
-def pack_width(dtype: np.dtype, head_dim: int, half: int) -> int:
-    """Values that a kernel moves at once: 16 bytes where each pair's halves divide so, else one."""
-    width = vector_width(dtype)
-    return width if half % width == 0 and head_dim % (2 * width) == 0 else 1
-
-
 def rotate_host(x: Array, cos: Array, sin: Array, sign: float) -> Array:
     """``x`` [tokens, heads, head_dim] turned by the angles [tokens, half] of its tokens."""
     half = cos.shape[1]
@@ -185,7 +181,10 @@ def _rotate(name: str, x: Array, table: RopeTable, positions: Array, sign: float
         return rotate_host(upcast(x), cos, sin, sign).astype(x.dtype, copy=False)
     require(head_dim % 2 == 0, f"{name}: head_dim must be even, got {head_dim}")
     y = empty(x.shape, x.dtype, like=x)
-    width = pack_width(x.dtype, head_dim, half)
+    width = vector_width(x.dtype)
+    divides = half % width == 0 and head_dim % (2 * width) == 0
+    if not (divides and rows_aligned(x) and aligned(*table)):
+        width = 1
     slots = x.size // (2 * width)
     require(slots < 1 << 32, f"{name}: takes less than 2^32 slots of {2 * width}, got {slots}")
     stride = token_stride(name, x)

@@ -134,7 +134,7 @@ def _launch(
     tokens, ffn = _sizes(gate_up)
     strides = [row_stride(f"{kernel}: {name}", array) for name, array in apart.items()]
     width = vector_width(gate_up.dtype)
-    if ffn % width or not rows_aligned(*apart.values()):
+    if ffn % width or not rows_aligned(gate_up, *apart.values()):
         width = 1
     packs = tokens * ffn // width
     require(packs < 1 << 32, f"{kernel}: takes less than 2^32 packs of {width}, got {packs}")

@@ -2,30 +2,33 @@
 
 Reading checks the names and shapes of every tensor in the headers before it reads a byte of data,
 then fills one leaf of the tree at a time: peak memory is the model and one leaf. Writing streams
-one tensor at a time to a directory beside the wanted one, syncs it, and moves it into place, so
-that a run which dies while saving leaves the previous checkpoint whole.
-
-A safetensors file is 8 bytes of little-endian header length, a JSON header (name -> dtype, shape,
-data_offsets), and the data. Models and adapters are in one file since they share how files are
-opened, staged and refused.
+one tensor at a time and replaces the previous checkpoint when all files are whole (files.py).
 """
 
-import contextlib
-import errno
-import json
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from surogate.kernels import tree
-from surogate.kernels.arrays import BF16, Array
+from surogate.kernels.arrays import Array
 from surogate.models.config import ModelConfig, from_hf
+from surogate.models.files import (
+    DTYPE_NAMES,
+    CheckpointError,
+    Tensor,
+    cast,
+    check_dtype,
+    equal,
+    open_tensors,
+    read_json,
+    staged,
+    write_bytes,
+    write_json,
+    write_safetensors,
+)
 from surogate.models.lora import (
     PEFT_PREFIX,
     TARGETS,
@@ -41,13 +44,8 @@ INDEX = "model.safetensors.index.json"
 WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-# safetensors' name of a dtype, and config.json's.
-DTYPE_NAMES = {
-    BF16: ("BF16", "bfloat16"),
-    np.dtype(np.float16): ("F16", "float16"),
-    np.dtype(np.float32): ("F32", "float32"),
-}
-READABLE = frozenset(short for short, _ in DTYPE_NAMES.values())
+GENERATION = "generation_config.json"
+EOS = "eos_token_id"  # of config.json and generation_config.json: one, or a list
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -57,7 +55,7 @@ COMPANIONS = (
     "merges.txt",
     "added_tokens.json",
     "tokenizer.model",
-    "generation_config.json",
+    GENERATION,
 )
 # Buffers that old checkpoints carry and that are computed from the configuration.
 DERIVED_SUFFIX = "rotary_emb.inv_freq"
@@ -79,62 +77,6 @@ UNSUPPORTED_LORA = (
 )
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written; one line with the file and the tensor."""
-
-
-class _Tensor(NamedTuple):
-    """Where a tensor is: its open file, that file's path, and what the header says."""
-
-    handle: Any
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
-@contextlib.contextmanager
-def _open(paths: Iterable[Path]) -> Iterator[dict[str, _Tensor]]:
-    """The tensors of some safetensors files, whose headers are read and data is not."""
-    tensors: dict[str, _Tensor] = {}
-    with contextlib.ExitStack() as stack:
-        for path in paths:
-            try:
-                handle = stack.enter_context(safe_open(path, "numpy"))
-            except FileNotFoundError:
-                raise CheckpointError(f"{path}: missing; fetch the model again") from None
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{path}: truncated or not a safetensors file ({error}); fetch it again"
-                ) from None
-            for name in handle.keys():
-                header = handle.get_slice(name)
-                shape, dtype = tuple(header.get_shape()), header.get_dtype()
-                if name in tensors:
-                    raise CheckpointError(
-                        f"{path}: tensor {name} is in {tensors[name].path.name} too"
-                    )
-                if dtype not in READABLE:
-                    raise CheckpointError(
-                        f"{path}: tensor {name} has dtype {dtype}, which is not supported; "
-                        f"must be one of {', '.join(sorted(READABLE))}"
-                    )
-                tensors[name] = _Tensor(handle, path, name, shape, dtype)
-        yield tensors
-
-
 def _weight_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
     """The safetensors files of a model, and its index (tensor -> file), empty for a single file."""
     if not directory.is_dir():
@@ -146,7 +88,7 @@ def _weight_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
         other = sorted(path.name for path in directory.glob("*.bin"))
         hint = f"; {other[0]} must be converted to safetensors first" if other else ""
         raise CheckpointError(f"{directory}: has neither {SINGLE} nor {INDEX}{hint}")
-    weight_map = _json(index_path).get("weight_map")
+    weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_path}: has no weight_map")
     files = sorted(set(weight_map.values()))
@@ -157,7 +99,7 @@ def _weight_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def _check_tensors(
-    tensors: Mapping[str, _Tensor], config: ModelConfig, directory: Path, index: Mapping[str, str]
+    tensors: Mapping[str, Tensor], config: ModelConfig, directory: Path, index: Mapping[str, str]
 ) -> None:
     """Raises CheckpointError for the first tensor that is not what the configuration expects."""
     for name, file in index.items():
@@ -187,36 +129,11 @@ def _check_tensors(
                 f"{tensor.path}: tensor {name} has shape {tensor.shape}, "
                 f"the configuration expects {expected[name]}"
             )
-    if config.tied and head in tensors and not _equal(tensors[head], tensors[embed]):
+    if config.tied and head in tensors and not equal(tensors[head], tensors[embed]):
         raise CheckpointError(
             f"{tensors[head].path}: {head} of shape {tensors[head].shape} differs from {embed}, "
             "but tie_word_embeddings is true in config.json; set it to false"
         )
-
-
-def _equal(one: _Tensor, other: _Tensor, chunk: int = 4096) -> bool:
-    """Whether two tensors of one shape hold the same numbers, compared a few rows at a time."""
-
-    def rows(tensor: _Tensor, start: int) -> np.ndarray:
-        # A slice that ends past the last row is an error in safetensors.
-        stop = min(start + chunk, tensor.shape[0])
-        return tensor.handle.get_slice(tensor.name)[start:stop].astype(np.float32)
-
-    return all(
-        np.array_equal(rows(one, start), rows(other, start), equal_nan=True)
-        for start in range(0, one.shape[0], chunk)
-    )
-
-
-def _cast(array: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
-    """Rounds to ``dtype``. float16 is the one with a range that weights may leave."""
-    if array.dtype == dtype:
-        return array
-    with np.errstate(over="ignore"):
-        out = array.astype(dtype)
-    if dtype == np.float16 and (np.isinf(out) & np.isfinite(array)).any():
-        raise CheckpointError(f"{where}: exceeds the range of float16; use bfloat16 or float32")
-    return out
 
 
 def read_model(
@@ -238,9 +155,9 @@ def read_model(
             another shape or of a dtype that is not read, or a tied head that is not the embedding.
     """
     directory = Path(directory)
-    _check_dtype(dtype)
+    check_dtype(dtype)
     paths, index = _weight_files(directory)
-    with _open(paths) as tensors:
+    with open_tensors(paths) as tensors:
         _check_tensors(tensors, config, directory, index)
 
         def make(field: Field) -> Array:
@@ -253,15 +170,9 @@ def read_model(
 
         def load(name: str) -> np.ndarray:
             tensor = tensors[name]
-            return _cast(tensor.handle.get_tensor(name), dtype, f"{tensor.path}: {name}")
+            return cast(tensor.handle.get_tensor(name), dtype, f"{tensor.path}: {name}")
 
         return build(config, make)
-
-
-def _check_dtype(dtype: np.dtype) -> None:
-    if dtype not in DTYPE_NAMES:
-        names = ", ".join(long for _, long in DTYPE_NAMES.values())
-        raise ValueError(f"checkpoint dtype must be one of {names}, got {dtype}")
 
 
 def write_model(
@@ -272,44 +183,64 @@ def write_model(
     dtype: np.dtype,
     max_shard_bytes: float = 5e9,
     source_directory: str | Path | None = None,
+    stop_token: int | None = None,
 ) -> None:
     """Writes a model directory that transformers and vLLM load, or ``read_model``.
 
     Writes the weights (model.safetensors, or shards and their index when they exceed
     ``max_shard_bytes``), config.json with their ``dtype``, and byte-equal copies of the tokenizer
     and generation files of ``source_directory``. Weight files of an earlier model in ``directory``
-    are removed, its other files stay.
+    are removed, its other files stay. ``stop_token`` is put behind the eos_token_id of config.json
+    and generation_config.json, which servers stop at, where they lack it.
 
     Raises:
         CheckpointError: the disk is full or not writable, a weight exceeds float16, or
             ``config.raw`` does not describe ``config``.
     """
     directory = Path(directory).absolute()
-    _check_dtype(dtype)
+    check_dtype(dtype)
     if from_hf(config.raw) != config:
         raise CheckpointError("config.raw does not describe config; change raw and use from_hf")
     tensors = named(model, config)
     shards = _shards(tensors, dtype, max_shard_bytes)
     total = sum(array.size for array in tensors.values()) * dtype.itemsize
-    with _staged(directory, total) as partial:
+    with staged(directory, total) as partial:
         for file, names in shards.items():
-            _write_safetensors(partial / file, {name: tensors[name] for name in names}, dtype)
+            write_safetensors(partial / file, {name: tensors[name] for name in names}, dtype)
         if len(shards) > 1:
             weight_map = {name: file for file, names in shards.items() for name in names}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            _write_json(partial / INDEX, index)
+            write_json(partial / INDEX, index)
         keys = [key for key in ("torch_dtype", "dtype") if key in config.raw] or ["torch_dtype"]
-        _write_json(
-            partial / "config.json", config.raw | dict.fromkeys(keys, DTYPE_NAMES[dtype][1])
-        )
-        for name in COMPANIONS if source_directory is not None else ():
-            source = Path(source_directory) / name  # type: ignore[arg-type]
-            if source.exists():
-                _write_bytes(partial / name, [source.read_bytes()])
+        settings = config.raw | dict.fromkeys(keys, DTYPE_NAMES[dtype][1])
+        if stop_token is not None and stop_token not in _eos_ids(settings):
+            settings[EOS] = [*_eos_ids(settings), stop_token]
+        write_json(partial / "config.json", settings)
+        if source_directory is not None:
+            _copy_companions(Path(source_directory), partial, config.raw, stop_token)
         new = {path.name for path in partial.iterdir()}
     for path in directory.iterdir():
         if path.name not in new and WEIGHT_FILE.fullmatch(path.name):
             path.unlink()
+
+
+def _copy_companions(
+    source: Path, to: Path, config: Mapping[str, Any], stop_token: int | None
+) -> None:
+    for name in COMPANIONS:
+        if (source / name).exists():
+            write_bytes(to / name, [(source / name).read_bytes()])
+    if stop_token is None or not (to / GENERATION).exists():
+        return
+    settings = read_json(to / GENERATION)
+    if stop_token not in _eos_ids(settings):
+        ids = _eos_ids(settings) or _eos_ids(config)
+        write_json(to / GENERATION, settings | {EOS: list(dict.fromkeys([*ids, stop_token]))})
+
+
+def _eos_ids(settings: Mapping[str, Any]) -> list[int]:
+    ids = settings.get(EOS)
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _shards(
@@ -331,76 +262,6 @@ def _shards(
     return {f"model-{i:05}-of-{total:05}.safetensors": names for i, names in enumerate(groups, 1)}
 
 
-@contextlib.contextmanager
-def _staged(directory: Path, size: int) -> Iterator[Path]:
-    """A fresh directory beside ``directory`` that becomes it, or whose files move into it."""
-    partial = directory.with_name(f".{directory.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        _sync(partial)
-        if directory.exists():
-            for path in sorted(partial.iterdir()):
-                path.replace(directory / path.name)
-            _sync(directory)
-        else:
-            partial.rename(directory)
-        _sync(directory.parent)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno == errno.ENOSPC:
-            reason = f"the disk is full; {size / 1e9:.3g} GB are needed"
-        raise CheckpointError(f"{directory}: cannot be written: {reason}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_bytes(path: Path, blocks: Iterable[Any]) -> None:
-    with path.open("wb") as file:
-        for block in blocks:
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    text = json.dumps(value, indent=2, ensure_ascii=False)
-    _write_bytes(path, [f"{text}\n".encode()])
-
-
-def _write_safetensors(path: Path, tensors: Mapping[str, Array], dtype: np.dtype) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, array in tensors.items():
-        end = offset + array.size * dtype.itemsize
-        shape = list(array.shape)
-        header[name] = {
-            "dtype": DTYPE_NAMES[dtype][0],
-            "shape": shape,
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-
-    def blocks() -> Iterator[Any]:
-        yield len(text).to_bytes(8, "little") + text
-        for name, array in tensors.items():
-            host = array if isinstance(array, np.ndarray) else array.get()
-            yield np.ascontiguousarray(_cast(host, dtype, name)).reshape(-1).view(np.uint8)
-
-    _write_bytes(path, blocks())
-
-
 def write_adapter(
     adapter: Adapter,
     config: ModelConfig,
@@ -416,7 +277,7 @@ def write_adapter(
     """
     tensors = named_adapter(adapter, config, spec)
     dtype = np.dtype(next(iter(tensors.values())).dtype)
-    _check_dtype(dtype)
+    check_dtype(dtype)
     settings = {
         "alpha_pattern": {},
         "base_model_name_or_path": base_model_name,
@@ -436,9 +297,9 @@ def write_adapter(
         "use_rslora": False,
     }
     size = sum(array.nbytes for array in tensors.values())
-    with _staged(Path(directory).absolute(), size) as partial:
-        _write_safetensors(partial / ADAPTER, tensors, dtype)
-        _write_json(partial / ADAPTER_CONFIG, settings)
+    with staged(Path(directory).absolute(), size) as partial:
+        write_safetensors(partial / ADAPTER, tensors, dtype)
+        write_json(partial / ADAPTER_CONFIG, settings)
 
 
 def read_adapter(directory: str | Path, config: ModelConfig) -> tuple[Adapter, LoraSpec]:
@@ -453,7 +314,7 @@ def read_adapter(directory: str | Path, config: ModelConfig) -> tuple[Adapter, L
     """
     settings_path = Path(directory) / ADAPTER_CONFIG
     weights_path = Path(directory) / ADAPTER
-    settings = _json(settings_path)
+    settings = read_json(settings_path)
     if settings.get("peft_type") != "LORA":
         raise CheckpointError(f"{settings_path}: peft_type {settings.get('peft_type')!r} != LORA")
     for field in UNSUPPORTED_LORA:
@@ -462,7 +323,7 @@ def read_adapter(directory: str | Path, config: ModelConfig) -> tuple[Adapter, L
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, (int, float)):
         raise CheckpointError(f"{settings_path}: r and lora_alpha must be numbers")
-    with _open([weights_path]) as tensors:
+    with open_tensors([weights_path]) as tensors:
         targets = set()
         for name in tensors:
             module = name.split(".lora_")[0].rsplit(".", 1)[-1]

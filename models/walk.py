@@ -183,8 +183,9 @@ class Walk:
             self.layer_fwd(i, y, keep=policy == "none")
             if policy == "block":
                 ledger.drop_all(f"{i}/res.")
-            elif policy == "forward":
-                ledger.drop_all(f"{i}/")
+            elif policy == "forward":  # the caller holds the first layer's input to the end
+                kept = {"0/x"}
+                ledger.drop(*[n for n in ledger.arrays if n.startswith(f"{i}/") and n not in kept])
         ledger.make("final.rstd", self.tokens, dtype=F32)
 
     def hidden_bwd(self, policy: str) -> None:

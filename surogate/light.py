@@ -4,7 +4,9 @@
 
 Operations are those of models/flops.py, the rate is that of one large matrix product in the run's
 dtype, measured at the start. Attention is counted at the same rate, which no attention reaches, and
-everything else as if it cost nothing: so 100 % is out of reach, and nothing is hidden.
+everything else as if it cost nothing: so 100 % is out of reach, and nothing is hidden. A step that
+beats the rate shows that it was measured too low, on a machine that did something else as well: the
+rate becomes what that step reached, for it and those after it.
 """
 
 import time
@@ -40,7 +42,7 @@ class Light:
 
     def share(self, *, tokens: int, cells: int, seconds: float) -> float:
         """Percentage of the speed of light of a step over ``tokens`` with ``cells`` attended
-        keys.
+        keys. Raises ``rate`` to what the step reached.
         """
         flops = training_flops(
             self._model,
@@ -49,7 +51,9 @@ class Light:
             lora_rank=self._config.lora_rank if self._config.lora else None,
             recompute=self._config.recompute,
         )
-        return 100 * flops.total / self.rate / seconds
+        reached = flops.total / seconds
+        self.rate = max(self.rate, reached)
+        return 100 * reached / self.rate
 
 
 def product_rate(device: Device) -> float:

@@ -179,17 +179,15 @@ class Reporter:
 
 
 class _Log:
-    """log.jsonl, open for appending."""
+    """log.jsonl, open for writing. The path may be of a link, a device or a pipe and stays one."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if resumed_step == 0:
-                path.unlink(missing_ok=True)
-            elif path.exists():
-                _drop_after(path, resumed_step)
-            self._file: BinaryIO | None = path.open("ab")
+            if resumed_step and path.is_file():
+                _drop_after(path.resolve(), resumed_step)
+            self._file: BinaryIO | None = path.open("ab" if resumed_step else "wb")
         except OSError as e:
             raise self._error(e) from None
 
@@ -220,7 +218,9 @@ class _Log:
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a log. A line that a crash cut short is left out."""
+    """The records of a log; none of a device or a pipe. A line cut short by a crash is left out."""
+    if Path(path).exists() and not Path(path).is_file():
+        return []
     records = []
     for line in Path(path).read_bytes().splitlines():
         try:

@@ -16,6 +16,8 @@ from surogate.checkpoint import reason
 from surogate.config import Config
 from surogate.data.dataset import load_data
 from surogate.data.packed import Packed
+from surogate.data.terminator import trained_terminator
+from surogate.data.vocabulary import load_tokenizer
 from surogate.device import Device
 from surogate.errors import UserError
 from surogate.kernels import tree
@@ -256,11 +258,12 @@ class Progress:
             print(f"tokenising: {documents:,} documents, {tokens:,} tokens", flush=True)
 
 
-def export(config: Config, sources: Sources, step: Any, directory: Path) -> list[str]:
+def export(config: Config, sources: Sources, rows: Rows, step: Any, directory: Path) -> list[str]:
     """Writes the result of a run and reads it back. Returns lines that say what is where.
 
     Full training gives a model directory; LoRA an adapter, or with merge_adapter a model directory
-    with the adapter beside it.
+    with the adapter beside it. A model that learned to end its answers with another token than its
+    eos tokens names that one as well.
     """
     model_config, lora = sources.model_config, sources.lora
     dtype = _stored_dtype(config, sources)
@@ -277,7 +280,10 @@ def export(config: Config, sources: Sources, step: Any, directory: Path) -> list
             model = merge_adapter(tree.map(_host, step.model), adapter, lora, model_config)
         else:
             model = tree.map(_host, masters(step) if dtype == F32 else step.model)
-        write_model(model, model_config, directory, dtype=dtype, source_directory=sources.directory)
+        source = sources.directory
+        stop = trained_terminator(load_tokenizer(source), rows.train)
+        settings: dict[str, Any] = {"source_directory": source, "stop_token": stop}
+        write_model(model, model_config, directory, dtype=dtype, **settings)
         _check_model(model, directory, dtype)
     return [*lines, f"model: {directory}"]
 

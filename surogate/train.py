@@ -114,7 +114,7 @@ class Run:
                 reporter.finish([f"stopped by {self.stop.asked} after step {self.done}: {again}"])
                 plot(self.log, self.directory, config.run_name)
                 raise SystemExit(self.stop.status)
-            written = export(config, self.sources, self.step, self.directory)
+            written = export(config, self.sources, self.rows, self.step, self.directory)
             plot(self.log, self.directory, config.run_name)
             reporter.finish([*written, f"done: {self.total} steps"])
 

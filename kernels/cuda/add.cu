@@ -1,10 +1,9 @@
-// y = a + b, and into += x: one 16-byte access of the narrower type a thread.
+// y = a + b, N values of each a thread: N * sizeof(T) is 16 bytes, or N is 1. And into += x, value by value.
 #include "common.cuh"
 
-template <typename T>
+template <typename T, int N>
 __global__ void __launch_bounds__(LAUNCH_THREADS)
     add_fwd(T* __restrict__ y, const T* __restrict__ a, const T* __restrict__ b, int64_t size) {
-    constexpr int N = WIDTH<T>;
     int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * N;
     if (i + N <= size) {
         auto x = Vec<T, N>::load(a + i), z = Vec<T, N>::load(b + i);

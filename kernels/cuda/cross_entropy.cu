@@ -13,12 +13,15 @@ __device__ __forceinline__ float exponential(float x) { return fast_exp2(x * LOG
 
 template <typename T> using Values = Pack<T, WIDTH<T>>;
 
-// Where the aligned vectors of a row lie: [head, head + vectors * WIDTH). The other values are `loose`.
+// Where the aligned vectors of a row lie: [head, head + vectors * WIDTH). The other values are `loose`. A row
+// that goes to an `out` of another alignment is all loose.
 template <typename T> struct Split {
     int head, vectors, loose;
-    __device__ __forceinline__ Split(const T* row, int vocab) {
+    __device__ __forceinline__ Split(const T* row, int vocab) : Split(row, vocab, row) {}
+    __device__ __forceinline__ Split(const T* row, int vocab, const T* out) {
         int past = int(reinterpret_cast<uint64_t>(row) % 16 / sizeof(T));
         head = min(vocab, (WIDTH<T> - past) % WIDTH<T>);
+        if ((reinterpret_cast<uint64_t>(row) ^ reinterpret_cast<uint64_t>(out)) % 16) head = vocab;
         vectors = (vocab - head) / WIDTH<T>;
         loose = vocab - vectors * WIDTH<T>;
     }
@@ -164,10 +167,11 @@ __global__ void __launch_bounds__(1024, 2)
     int label = labels[token];
     float scale = (d_nll_sum ? *d_nll_sum : 0.0f) - (d_logprobs ? d_logprobs[token] : 0.0f);
     const T* row = logits + token * vocab;
+    out += token * vocab;
     if (label == IGNORED)
-        row_zero(out + token * vocab, vocab);
+        row_zero(out, vocab);
     else
-        store_gradient<2>(out + token * vocab, row, Split<T>(row, vocab), threadIdx.x, {lse[token], scale, label});
+        store_gradient<2>(out, row, Split<T>(row, vocab, out), threadIdx.x, {lse[token], scale, label});
 }
 
 constexpr int KEPT = 5;      // vectors of a row that a thread keeps in registers

@@ -90,6 +90,19 @@ def render_targets(
     return documents[::-1]
 
 
+def turn_end(template: ChatTemplate) -> str:
+    """The terminator that the template writes behind an answer; empty if it writes none.
+
+    Raises UserError when it refuses a plain question with its answer.
+    """
+    messages = [
+        {"role": "user", "content": "What is the answer?"},
+        {"role": "assistant", "content": "Forty-two."},
+    ]
+    answer = _Chat(template, Conversation(messages, None), "").answer(1)
+    return answer.tail if answer.terminated else ""
+
+
 def _narrow(text: str, begin: int, end: int, loss_scale: LossScale) -> tuple[int, int]:
     if loss_scale not in ("thinking_only", "final_only"):
         return begin, end

@@ -3,6 +3,8 @@
 tokens.npy and labels.npy are memory-mapped, so the rows need not fit into memory.
 """
 
+import errno
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,14 +92,11 @@ def write_packed(
     """Fills the planned rows and saves them.
 
     The plan counts documents within chosen, which are indices into flat; left_out is the number of
-    documents that the caller found to have no target.
+    documents that the caller found to have no target. Raises OSError when the disk is full.
     """
     folder.mkdir()
     shape = (plan.rows, sequence_len)
-    tokens, labels = (
-        np.lib.format.open_memmap(folder / f"{name}.npy", "w+", np.int32, shape)
-        for name in ("tokens", "labels")
-    )
+    tokens, labels = (_mapped(folder / f"{name}.npy", shape) for name in ("tokens", "labels"))
     ends = np.cumsum(flat.lengths)
     begins = ends - flat.lengths
     lengths, bounds = fill_rows(
@@ -121,6 +120,21 @@ def write_packed(
     tokens.flush()
     labels.flush()
     (folder / "report.json").write_bytes(msgspec.json.encode(report))
+
+
+def _mapped(file: Path, shape: tuple[int, int]) -> Int32[np.memmap, "rows sequence_len"]:
+    """A fresh array on the disk, whose space is taken at once: on a disk that is full, a write
+    through the mapping would kill the process.
+    """
+    array = np.lib.format.open_memmap(file, "w+", np.int32, shape)
+    if hasattr(os, "posix_fallocate"):
+        with file.open("r+b") as stream:
+            try:
+                os.posix_fallocate(stream.fileno(), 0, file.stat().st_size)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # of some file systems
+                    raise
+    return array
 
 
 def open_packed(folder: Path, *, reused: bool) -> Packed:

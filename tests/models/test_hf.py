@@ -1,7 +1,9 @@
 """Checkpoints: bit-equal round trips through transformers, and every refusal of a bad directory."""
 
+import errno
 import itertools
 import json
+import os
 import resource
 import sys
 import tracemalloc
@@ -200,6 +202,34 @@ def test_companions_are_copied_byte_equal(tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
 
 
+@pytest.mark.parametrize(
+    "config_ids,generation_ids,config_after,generation_after",
+    [
+        (5, 5, [5, 7], [5, 7]),
+        ([5, 6], [6], [5, 6, 7], [6, 7]),
+        (None, None, [7], [7]),
+        (5, None, [5, 7], [5, 7]),  # what transformers takes from config.json then
+        (7, 5, 7, [5, 7]),
+        (7, None, 7, [7]),
+        ([5, 7], 7, [5, 7], 7),
+    ],
+)
+def test_stop_token(
+    config_ids: Any, generation_ids: Any, config_after: Any, generation_after: Any, tmp_path: Path
+) -> None:
+    config = from_hf(tiny("llama", eos_token_id=config_ids))
+    text = json.dumps({"top_k": 3} | ({"eos_token_id": generation_ids} if generation_ids else {}))
+    (tmp_path / "generation_config.json").write_text(text)
+    model, out = init_model(config, 0, F32), tmp_path / "out"
+    write_model(model, config, out, dtype=F32, source_directory=tmp_path, stop_token=7)
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == config_after
+    written = (out / "generation_config.json").read_text()
+    assert json.loads(written) == {"top_k": 3, "eos_token_id": generation_after}
+    assert (written == text) == (generation_ids == 7)
+    write_model(model, config, tmp_path / "bare", dtype=F32, stop_token=7)
+    assert not (tmp_path / "bare" / "generation_config.json").exists()
+
+
 def test_config_is_kept(tmp_path: Path) -> None:
     raw = tiny("llama", use_cache=False, torch_dtype="float16")
     config = from_hf(raw)
@@ -222,6 +252,30 @@ def test_writes_over_an_earlier_model(tmp_path: Path) -> None:
     assert not (out / SINGLE).exists()
     assert bits(named(read_model(out, config, F32), config)) == bits(named(new, config))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_renames_stay_within_a_directory_that_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be where a disk is mounted: nothing can be renamed into it from beside it."""
+    config, out = from_hf(tiny("llama")), tmp_path / "out"
+    out.mkdir()
+
+    def within(real: Any) -> Any:
+        def rename(self: Path, target: Path) -> Path:
+            if out not in self.parents:
+                raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+            return real(self, target)
+
+        return rename
+
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(Path, name, within(getattr(Path, name)))
+    for seed in range(2):
+        model = init_model(config, seed, F32)
+        write_model(model, config, out, dtype=F32)
+        assert bits(named(read_model(out, config, F32), config)) == bits(named(model, config))
+    assert {path.name for path in out.iterdir()} == {SINGLE, "config.json"}
 
 
 @pytest.fixture

@@ -182,12 +182,14 @@ def test_remains_of_a_killed_build_are_removed(world):
     assert sorted(path.name for path in built.iterdir()) == ["train"]
 
 
-def test_two_processes_share_one_build(world):
+def test_two_builders_share_one_build(world, monkeypatch):
     results = []
+    configs = world.configs(CHATS)
+    # The rows are written once: a builder must not meet a file that another is writing.
+    monkeypatch.setattr(world, "configs", lambda rows, **settings: configs)
     threads = [
         threading.Thread(target=lambda: results.append(world.prepare(CHATS))) for _ in range(3)
     ]
-    world.configs(CHATS)
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -337,7 +337,8 @@ def test_no_space_for_a_checkpoint_leaves_the_one_before(folder, monkeypatch):
     [
         ("surogate.data.dataset.write_packed", "{f}/out/data: no space left on device"),
         ("surogate.data.tokenise.Encoder.encode", "{f}/out/data: no space left on device"),
-        ("surogate.models.hf._write_bytes", "{f}/out: cannot be written: the disk is full; "),
+        ("os.posix_fallocate", "{f}/out/data: no space left on device"),
+        ("surogate.models.files.write_bytes", "{f}/out: cannot be written: the disk is full; "),
         ("surogate.setup.fcntl.flock", "output_dir = {f}/out: cannot be locked: no space left"),
     ],
 )
@@ -347,6 +348,31 @@ def test_no_space(folder, monkeypatch, place, message):
         error = error_of(invoke(write_config(folder)))
     assert error.startswith(message.replace("{f}", str(folder)))
     assert invoke(write_config(folder)).exit_code == 0
+
+
+def test_space_is_taken_before_rows_are_written(folder, monkeypatch):
+    """For tokens and for labels: a write through a mapping of a full disk kills the process."""
+    real, sizes = os.posix_fallocate, []
+
+    def reserve(handle: int, offset: int, size: int) -> None:
+        assert os.fstat(handle).st_size == size
+        sizes.append(size)
+        real(handle, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    config = write_config(folder, validation_split_ratio=0)
+    assert CliRunner().invoke(main, ["tokenize", str(config)]).exit_code == 0
+    [tokens] = (folder / "out" / "data").glob("*/train/tokens.npy")
+    assert sizes == 2 * [tokens.stat().st_size]
+
+
+def test_a_file_system_that_cannot_reserve_is_written_to_all_the_same(folder, monkeypatch):
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    config = write_config(folder)
+    assert CliRunner().invoke(main, ["tokenize", str(config)]).exit_code == 0
 
 
 def test_a_result_that_does_not_read_back_is_an_error(folder, monkeypatch):

@@ -1,6 +1,7 @@
 """Console lines, log.jsonl and its truncation on resumption, and the plot."""
 
 import io
+import os
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,31 @@ def test_new_run_starts_a_new_log(tmp_path):
     record_steps(path, range(1, 9))
     record_steps(path, range(1, 3))
     assert steps_of(path) == [1, 2]
+
+
+@pytest.mark.parametrize("resumed_step", [0, 5])
+def test_a_link_stays_a_link(tmp_path, resumed_step):
+    target, path = tmp_path / "elsewhere.jsonl", tmp_path / "log.jsonl"
+    record_steps(target, range(1, 9))
+    path.symlink_to(target)
+    record_steps(path, range(resumed_step + 1, 8), resumed_step=resumed_step)
+    assert path.is_symlink() and steps_of(target) == list(range(1, 8))
+
+
+@pytest.mark.parametrize("resumed_step", [0, 5])
+def test_a_pipe_stays_a_pipe(tmp_path, resumed_step):
+    """It stands for /dev/null, which a test must not risk."""
+    path = tmp_path / "log.jsonl"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        record_steps(path, range(6, 8), resumed_step=resumed_step)
+        sent = [orjson.loads(line) for line in os.read(reader, 1 << 16).splitlines()]
+    finally:
+        os.close(reader)
+    assert [record["step"] for record in sent if record["log"] == "step"] == [6, 7]
+    assert path.is_fifo() and read_log(path) == []
+    assert [entry.name for entry in tmp_path.iterdir()] == ["log.jsonl"]
 
 
 def test_resumption_without_a_log(tmp_path):

@@ -248,6 +248,54 @@ def test_step_holds_weights_gradients_and_two_moments_and_no_more(folders):
         assert mine is theirs
 
 
+def packed(lengths: list[int], *, seed: int = 0) -> tuple[Batch, list[Batch]]:
+    """Documents in one batch, and each alone in a batch that padding fills."""
+    rng = np.random.default_rng(seed)
+    texts = [rng.integers(0, VOCAB, n).tolist() for n in lengths]
+    alone = []
+    for text in texts:
+        rest = TOKENS - len(text)
+        batch = surogate.batch([text, [0] * rest] if rest else [text])
+        batch.labels[len(text) :] = IGNORED
+        alone.append(batch)
+    return surogate.batch(texts), alone
+
+
+@pytest.mark.parametrize(
+    "lengths,longest,rows",
+    [
+        ([16, 16, 16], 16, 3),  # whole rows
+        ([16, 10, 6, 16], 16, None),  # two documents share a row
+        ([24, 24], TOKENS, None),  # equal, but shorter than a row
+    ],
+)
+def test_documents_give_what_each_gives_alone(folders, monkeypatch, lengths, longest, rows):
+    """Whole rows, which are promised to attention, and packed ones."""
+    from surogate.models import dense
+
+    promised, real = [], dense.loss_and_grads
+
+    def watched(model: Any, adapter: Any, batch: Batch, **settings: Any) -> Any:
+        promised.append(batch.rows)
+        return real(model, adapter, batch, **settings)
+
+    monkeypatch.setattr(dense, "loss_and_grads", watched)
+    model = loaded(folders("qwen3"), lora=False)
+    together, alone = packed(lengths)
+    whole, apart = train_step(model, longest=longest), train_step(model)
+    whole.micro(together)
+    assert promised == [rows]
+    for batch in alone:
+        apart.micro(batch)
+    for got, want in zip(tree.leaves(whole.grads), tree.leaves(apart.grads), strict=True):
+        # Products of other sizes add in another order, through two layers and back.
+        close(got, want, "float32", terms=TOKENS, roundings=64)
+    one, each = whole.update(0.01).result(), apart.update(0.01).result()
+    assert one.count == each.count and one.loss == pytest.approx(each.loss, rel=1e-6)
+    nll, count = train_step(model, longest=longest).evaluate(together)
+    assert count == one.count and nll == pytest.approx(one.nll, rel=1e-6)
+
+
 @pytest.mark.parametrize("tokens,longest", [(48, 48), (48, 20), (7, 1)])
 def test_padding_is_documents_without_targets(tokens, longest):
     batch = padding(tokens, longest)

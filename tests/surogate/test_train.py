@@ -167,6 +167,50 @@ def test_merged_model_equals_the_adapter_on_its_base(folder):
     alike(scores(transformer(out), tokens), want)
 
 
+def base_model(folder: Path) -> Path:
+    """Takes the token that ends an answer, <|end|> of id 0, off the model's eos tokens."""
+    model = folder / "model"
+    for name, changes in (
+        ("config.json", {"eos_token_id": 3}),
+        ("tokenizer_config.json", {"eos_token": "<|system|>"}),
+    ):
+        settings = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps(settings | changes))
+    (model / "generation_config.json").write_text('{"eos_token_id":[3, 2],"temperature":0.6}')
+    return model
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_base_model_that_learned_to_answer_names_the_end_of_an_answer(folder, lora):
+    model, out = base_model(folder), folder / "out"
+    train(
+        folder,
+        **CHATS | {"lora": lora, "merge_adapter": lora, "max_steps": 1},
+        datasets=chats(folder),
+    )
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == [3, 0]
+    generation = json.loads((out / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": [3, 2, 0], "temperature": 0.6}
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (model / name).read_bytes()
+    assert transformer(out).generation_config.eos_token_id == [3, 2, 0]
+
+
+def test_other_exports_keep_the_eos_tokens_that_they_have(folder):
+    """Raw texts end with the model's own token; a chat model names the end of an answer already."""
+    model = base_model(folder)
+    train(folder, output_dir=str(folder / "texts"), max_steps=1)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"eos_token_id": [3, 0]}))
+    generation = (model / "generation_config.json").read_bytes()
+    assert (folder / "texts" / "generation_config.json").read_bytes() == generation
+    assert json.loads((folder / "texts" / "config.json").read_text())["eos_token_id"] == 3
+    (model / "generation_config.json").write_text('{"eos_token_id" :0}')
+    train(folder, max_steps=1, sequence_len=64, datasets=chats(folder))
+    assert (folder / "out" / "generation_config.json").read_text() == '{"eos_token_id" :0}'
+    assert json.loads((folder / "out" / "config.json").read_text())["eos_token_id"] == [3, 0]
+
+
 def test_merged_model_in_bfloat16_is_rounded_once(tmp_path):
     folder = prepare(tmp_path, stored="bfloat16")
     options = dict(CHATS, datasets=chats(folder), max_steps=4, learning_rate=0.02)
