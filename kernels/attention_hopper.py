@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from surogate.kernels.arrays import BF16, Array, Backend, empty, require, zeros
+from surogate.kernels.attention_mma import as_float32, clamped_window
 from surogate.kernels.batch import Docs
 from surogate.kernels.card import multiprocessors
 from surogate.kernels.nvrtc import Source, architecture
@@ -119,8 +120,8 @@ def forward(
         _blocks(tokens, heads),
         THREADS,
         [o, lse, zeros(1, np.int32, like=q), tensor_map("q", q, TILE), *keys]
-        + [_float32(sinks), docs.start, tokens, heads, group, section * group]
-        + [_window(window, tokens), float(scale)],
+        + [as_float32(sinks), docs.start, tokens, heads, group, section * group]
+        + [clamped_window(window, tokens), float(scale)],
         shared=tiles.forward_shared,
     )
     return o, lse
@@ -158,7 +159,7 @@ def launch_dq(res: Any, do: Array, dq: Array, stats: Array, counter: Array) -> N
         [dq, stats, counter, tensor_map("q", res.q, TILE), *keys, tensor_map("do", do, TILE)]
         + [res.o, do, res.lse, res.docs.start, tokens, heads, group, section]
         + [_token_stride("dq", dq), _token_stride("do", do)]
-        + [_window(res.window, tokens), float(res.scale)],
+        + [clamped_window(res.window, tokens), float(res.scale)],
         shared=tiles.dq_shared,
     )
 
@@ -178,7 +179,7 @@ def launch_dkdv(res: Any, do: Array, dk: Array, dv: Array, stats: Array, counter
         THREADS,
         [dk, dv, counter, *(tensor_map(*x) for x in named), tensor_map("do", do, tiles.rows)]
         + [stats, res.docs.end, tokens, kv_heads, group, section]
-        + [_token_stride("dk", dk), _window(res.window, tokens), float(res.scale)],
+        + [_token_stride("dk", dk), clamped_window(res.window, tokens), float(res.scale)],
         shared=tiles.dkdv_shared,
     )
 
@@ -201,15 +202,6 @@ def _token_stride(name: str, x: Array) -> np.int64:
         f"bytes for shape {x.shape}: pass a contiguous array",
     )
     return np.int64(x.strides[0] // size)
-
-
-def _float32(x: Array | None) -> Array | None:
-    return None if x is None else x.astype(np.float32, copy=False)
-
-
-def _window(window: int | None, tokens: int) -> int:
-    """A window that fits an int32 with room to add a token index; without one, all tokens."""
-    return tokens if window is None else min(window, tokens)
 
 
 def _blocks(tokens: int, heads: int) -> int:

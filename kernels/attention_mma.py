@@ -143,8 +143,8 @@ def forward(
         tile.types,
         -(-tokens // tile.rows) * heads,
         tile.threads,
-        [o, lse, q, k, v, _float32(sinks), docs.start, tokens, heads, k.shape[1]]
-        + [*strides, _window(window, tokens), float(scale)],
+        [o, lse, q, k, v, as_float32(sinks), docs.start, tokens, heads, k.shape[1]]
+        + [*strides, clamped_window(window, tokens), float(scale)],
         shared=tile.shared,
     )
     return o, lse
@@ -177,7 +177,7 @@ def backward(res: Any, do: Array, dq: Array, dk: Array, dv: Array) -> Array:
     )
     inputs = [res.q, res.k, res.v, do, stats]
     settings = [tokens, padded, heads, kv_heads, *strides]
-    settings += [_window(res.window, tokens), float(res.scale)]
+    settings += [clamped_window(res.window, tokens), float(res.scale)]
     tile = next(t for t in tiles.dkdv if t.shared <= shared_limit())
     BACKWARD.launch(
         "attention_bwd_dkdv",
@@ -209,7 +209,7 @@ def sinks_gradient(res: Any, stats: Array, into: Any) -> Array | None:
         (ctype(d_sinks.dtype),),
         heads,
         THREADS,
-        [d_sinks, _float32(res.sinks), stats, len(res.q), padded, accumulate],
+        [d_sinks, as_float32(res.sinks), stats, len(res.q), padded, accumulate],
     )
     return d_sinks
 
@@ -233,10 +233,11 @@ def _stride(op: str, name: str, x: Array) -> np.int64:
     return np.int64(x.strides[0] // size)
 
 
-def _float32(x: Array | None) -> Array | None:
+def as_float32(x: Array | None) -> Array | None:
+    """Sinks as the kernels read them."""
     return None if x is None else x.astype(np.float32, copy=False)
 
 
-def _window(window: int | None, tokens: int) -> int:
+def clamped_window(window: int | None, tokens: int) -> int:
     """A window that fits an int32 with room to add a token index; without one, all tokens."""
     return tokens if window is None else min(window, tokens)
