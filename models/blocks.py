@@ -1,11 +1,11 @@
 """The blocks that transformer layers are made of: written-out pairs over ops.
 
-Attention:  y = x + W_o attention(rope(qk_norm(W_qkv norm(x))))      MLP:  y = x + W_down
-swiglu(W_gate_up norm(x))
+    Attention:  y = x + W_o attention(rope(qk_norm(W_qkv norm(x))))
+    MLP:        y = x + W_down swiglu(W_gate_up norm(x))
 
 The residual add happens inside the last matrix product, forward, and inside the norm's kernel,
-backward. ``keep=False`` drops what is cheap to compute again (norm and activation outputs, rotated
-q and k); the backward then recomputes it.
+backward. ``keep=False`` drops the outputs of norms and activations, which the backward then
+computes again.
 
 Where a weight is widened by its adapter (kernels/widened.py), what a block hands to a product is
 written into rows with room for the adapter's share: the outputs of norms and activation, the
@@ -63,7 +63,7 @@ class AttentionResiduals(NamedTuple):
     norm: Any
     qkv: Any
     rope: Any
-    attention: Any  # under keep=False: (o, lse) alone, q k and v are rotated again
+    attention: Any
     out: Any
 
 
