@@ -233,9 +233,8 @@ def all_sources() -> dict[str, Source]:
 
     import surogate.kernels as package
 
-    for module in pkgutil.iter_modules(package.__path__):
-        if module.name != "nvrtc":
-            importlib.import_module(f"surogate.kernels.{module.name}")
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
     return {source.stem: source for source in SOURCES}
 
 

@@ -73,6 +73,13 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bo
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
 
+// A word that other blocks may be writing by atomics.
+__device__ __forceinline__ uint32_t relaxed_load(uint32_t* address) {
+    uint32_t word;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(address) : "memory");
+    return word;
+}
+
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -90,6 +97,43 @@ __device__ __forceinline__ float fast_rsqrt(float x) {
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+#if __CUDA_ARCH__ >= 890
+#define HARDWARE_FP8
+// Two codes, that of lo in the low byte: to nearest, ties to even; what is too large, infinity too, is the largest.
+__device__ __forceinline__ uint32_t cvt_e4m3x2(float lo, float hi) {
+    uint16_t both;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(hi), "f"(lo));
+    return both;
+}
+__device__ __forceinline__ uint32_t cvt_e5m2x2(float lo, float hi) {
+    uint16_t both;
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(both) : "f"(hi), "f"(lo));
+    return both;
+}
+// The values of two codes of E4M3, that of lo from the low byte.
+__device__ __forceinline__ void from_e4m3x2(float& lo, float& hi, uint32_t both) {
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        ".reg .b32 halves;\n"
+        "cvt.rn.f16x2.e4m3x2 halves, %2;\n"
+        "mov.b32 {low, high}, halves;\n"
+        "cvt.f32.f16 %0, low;\n"
+        "cvt.f32.f16 %1, high;\n"
+        "}" : "=f"(lo), "=f"(hi) : "h"(uint16_t(both)));
+}
+#endif
+
+#if __CUDA_ARCH__ >= 1000
+#define HARDWARE_FP4
+// Two codes of E2M1 in a byte, that of lo in its low half: to nearest, ties to even, what is too large is the largest.
+__device__ __forceinline__ uint32_t cvt_e2m1x2(float lo, float hi) {
+    uint16_t both;
+    asm("{ .reg .b8 codes; cvt.rn.satfinite.e2m1x2.f32 codes, %1, %2; mov.b16 %0, {codes, 0}; }"
+        : "=h"(both) : "f"(hi), "f"(lo));
+    return both;
+}
+#endif
 
 #endif  // SUROGATE_EMULATED
 

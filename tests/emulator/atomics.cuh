@@ -33,6 +33,11 @@ EMULATED_ATOMIC(atomicExch, float, value)
 EMULATED_ATOMIC(atomicInc, unsigned, old >= value ? 0 : old + 1)
 #undef EMULATED_ATOMIC
 
+EMULATOR_UNCHECKED inline uint32_t relaxed_load(uint32_t* address) {
+    emulator_atomic(address, sizeof(uint32_t));
+    return *address;
+}
+
 template <typename T> EMULATOR_UNCHECKED inline T atomicCAS(T* address, T expected, T value) {
     emulator_atomic(address, sizeof(T));
     T old = *address;

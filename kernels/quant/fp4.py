@@ -1,0 +1,100 @@
+"""Weights in E2M1 with a scale for every 16 or 32 columns of a row: NVFP4 and MXFP4.
+
+NVFP4 (NVIDIA, arXiv 2509.25149) has scales in E4M3 for 16 columns, and a float32 one for the whole
+matrix that brings those into range. With amax of the whole matrix, and amax_b of a block,
+
+    encoding = 6 * 448 / amax    tensor_scale = 1 / encoding
+    scale = E4M3(amax_b * (encoding / 6))
+    code = E2M1(w * (1 / (scale * tensor_scale)))    w' = code * (scale * tensor_scale)
+
+in the order of TransformerEngine, so that the bits are the same. A block of zeros has scale 0, and
+so has one whose amax is less than 2^-10 / 448 of the whole; a matrix of zeros has tensor_scale 1.
+16 x 16 blocks share their scale over 16 rows, each of which still stores it: they transpose without
+another rounding. What is not finite makes the whole matrix NaN, as E2M1 alone would hide it.
+
+MXFP4 (OCP Microscaling 1.0) has powers of two in E8M0 for 32 columns; it is read, not written.
+
+codes [outer, inner / 2], the even column in the low half; scales uint8 [outer, inner / 16 or 32].
+"""
+
+import numpy as np
+from jaxtyping import Float, Float32
+
+from surogate.kernels.arrays import F32, Array, aligned, empty, on_device, require, zeros
+from surogate.kernels.nvrtc import THREADS, Source, ctype
+from surogate.kernels.quant.codes import E2M1, E4M3, E8M0, codes_of, pack, unpack, values_of
+from surogate.kernels.quant.storage import Quantized, blocks_of
+
+NVFP4_COLUMNS, MXFP4_COLUMNS = 16, 32
+TILE = 16  # rows, and blocks of 16 columns, of a block of threads of quant_nvfp4.cu
+AMAX_BLOCKS = 1024  # of threads, at most
+_FLAGS = ("true", "false")
+_INSTANCES = [(dtype, whole) for dtype in ("float", "bf16") for whole in _FLAGS]
+SOURCE = Source(
+    "quant_nvfp4",
+    {
+        "raise_amax": list(_INSTANCES),
+        "nvfp4_quantize": [(*types, square) for types in _INSTANCES for square in _FLAGS],
+    },
+)
+
+
+def quantize_nvfp4(weight: Float[Array, "outer inner"], *, block: tuple[int, int]) -> Quantized:
+    """Codes and scales of a float32 or bfloat16 matrix, in blocks of (1, 16) or (16, 16)."""
+    require(
+        block in ((1, 16), (16, 16)),
+        f"quantize: an nvfp4 block must be (1, 16) or (16, 16), got {block}",
+    )
+    outer, inner = weight.shape
+    require(
+        inner % NVFP4_COLUMNS == 0,
+        f"quantize: nvfp4 needs columns in multiples of {NVFP4_COLUMNS}, got {inner}",
+    )
+    require(weight.size > 0, f"quantize: weight must not be empty, got {weight.shape}")
+    if not on_device(weight):
+        return _quantize_host(weight, block)
+    require(weight.flags.c_contiguous, "quantize: weight must be C-contiguous")
+    codes = empty((outer, inner // 2), np.uint8, like=weight)
+    scales = empty((outer, inner // NVFP4_COLUMNS), np.uint8, like=weight)
+    tensor_scale = empty(1, F32, like=weight)
+    amax = zeros(1, np.uint32, like=weight)
+    whole = "true" if aligned(weight) else "false"
+    types, grid = (
+        (ctype(weight.dtype), whole),
+        min(blocks_of(weight.size, 8 * THREADS), AMAX_BLOCKS),
+    )
+    SOURCE.launch("raise_amax", types, grid, THREADS, [amax, weight, np.int64(weight.size)])
+    tiles = blocks_of(outer, TILE), blocks_of(inner, TILE * NVFP4_COLUMNS)
+    arguments = [codes, scales, tensor_scale, amax, weight, outer, inner]
+    square = "true" if block[0] > 1 else "false"
+    SOURCE.launch("nvfp4_quantize", (*types, square), tiles, THREADS, arguments)
+    return Quantized("nvfp4", (outer, inner), block, codes, scales, tensor_scale)
+
+
+def _quantize_host(weight: Array, block: tuple[int, int]) -> Quantized:
+    outer, inner = weight.shape
+    x = weight.astype(F32).reshape(outer, -1, NVFP4_COLUMNS)
+    most, one = np.finfo(np.float32).max, np.float32(1)
+    with np.errstate(all="ignore"):  # what is not finite ends up as NaN, and is not reported
+        amax_b = np.abs(x).max(axis=2)
+        if block[0] > 1:
+            rows = np.arange(0, outer, block[0])
+            amax_b = np.maximum.reduceat(amax_b, rows, axis=0).repeat(block[0], axis=0)[:outer]
+        amax = amax_b.max()
+        encoding = one if amax == 0 else np.minimum(np.float32(6 * 448) / amax, most)
+        tensor_scale = one / encoding
+        scales = codes_of(amax_b * (encoding * (one / np.float32(6))), E4M3)
+        factor = np.minimum(one / (values_of(scales, E4M3) * tensor_scale), most)
+        codes = codes_of(x * factor[:, :, None], E2M1).reshape(outer, inner)
+    scale = np.array([tensor_scale], F32)
+    return Quantized("nvfp4", (outer, inner), block, pack(codes, E2M1), scales, scale)
+
+
+def values_fp4(q: Quantized) -> Float32[Array, "outer inner"]:
+    """The host's values before they are rounded, of either format."""
+    if q.format == "nvfp4":
+        assert q.tensor_scale is not None
+        columns, scales = NVFP4_COLUMNS, values_of(q.scales, E4M3) * q.tensor_scale
+    else:
+        columns, scales = MXFP4_COLUMNS, values_of(q.scales, E8M0)
+    return values_of(unpack(q.codes, E2M1), E2M1) * scales.repeat(columns, axis=1)
