@@ -38,6 +38,7 @@ MOST_THREADS = 1024  # of a block, and of the fused kernel's blocks on a multipr
 # memory at once.
 SHORT_ROWS = {256: 32 << 10, 512: 112 << 10}
 STATIC_SHARED = 512  # bytes of the fused kernel, besides its rows
+KEPT = 5  # 16-byte vectors that a thread of the fused kernel has in registers, as in the .cu file
 MAX_TOKENS = 1 << 24  # of one total: the count is taken in float32
 
 SOURCE = Source(
@@ -208,7 +209,7 @@ def _launch_fused(logprobs: Any, logits: Any, labels: Any) -> None:
     resident = MOST_THREADS // threads
     share = (shared_limit() + 1024) // resident - 1024 - STATIC_SHARED
     vectors = -(-vocab // vector_width(logits.dtype))
-    held = min(-(-vectors // threads), share // (16 * threads))
+    held = max(0, min(-(-vectors // threads) - KEPT, share // (16 * threads)))
     SOURCE.launch(
         "cross_entropy_fused",
         (ctype(logits.dtype),),

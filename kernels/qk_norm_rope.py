@@ -11,15 +11,18 @@ float32 between those is dropped here, so that in bfloat16 results agree to a fe
 
 The backward reads q' and k' once more and computes rstd of each head again: the values are in
 registers for the gradient anyway, and two sums over the lanes of a head cost less than four bytes a
-head in memory.
+head in memory. For bfloat16 heads the kernels take rstd from the card's approximate reciprocal
+root, whose relative error is below 2^-22 where a rounding to bfloat16 is up to 2^-9.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int32
 
 from surogate.kernels.arrays import (
+    BF16,
     F32,
     Array,
     Frozen,
@@ -33,9 +36,9 @@ from surogate.kernels.arrays import (
     upcast,
     zeros,
 )
-from surogate.kernels.nvrtc import Source, ctype
+from surogate.kernels.nvrtc import THREADS, Source, ctype
 from surogate.kernels.pair import Pair
-from surogate.kernels.rmsnorm import rmsnorm_ref, sum_partials
+from surogate.kernels.rmsnorm import MULTIPROCESSORS, rmsnorm_ref, sum_partials_pair
 from surogate.kernels.rope import (
     RopeTable,
     check_table,
@@ -44,20 +47,92 @@ from surogate.kernels.rope import (
     token_stride,
 )
 
-WARPS = 4  # of a block
-# Shares of the weight gradients: a constant, so that sums have one order on all cards. Five blocks
-# on each of the 132 multiprocessors of an H200.
-BLOCKS = 660
 MAX_HEAD_DIM = 512
-PACK = 4  # values of an access: in bfloat16 8 bytes, so that a lane keeps few angles and shares
 
-# Values of an access, and slots of a head that a lane has: where halves of a head divide by PACK
-# and arrays lie at multiples of 16 bytes, up to 256 columns and up to 512; else.
-_LAYOUTS = [(str(PACK), "1"), (str(PACK), "2"), ("1", "8")]
-_INSTANCES: list[tuple[str, ...]] = [
-    (dtype, *layout) for dtype in ("float", "bf16") for layout in _LAYOUTS
-]
-SOURCE = Source("qk_norm_rope", {"qk_norm_rope_fwd": _INSTANCES, "qk_norm_rope_bwd": _INSTANCES})
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel takes heads all of whose columns are rotary."""
+
+    pack: int  # values of an access
+    heads: int  # of one token that a team of lanes has in flight
+    resident: int  # blocks that a multiprocessor holds at once: bounds the registers of a thread
+
+
+# By bytes of a value, then by size of a head. On an H200 the backward of 16384 x 16/8 x 128 takes
+# 82 us with packs of eight and 85 with four, of 32768 x 14/2 x 64, which has no norm, 39 and 37.5.
+WHOLE = (64, 128, 256)
+FORWARD = {2: dict.fromkeys(WHOLE, Tile(4, 4, 3)), 4: dict.fromkeys(WHOLE, Tile(4, 2, 3))}
+BACKWARD = {
+    2: {64: Tile(4, 2, 4), 128: Tile(8, 2, 2), 256: Tile(8, 2, 2)},
+    4: dict.fromkeys(WHOLE, Tile(4, 1, 3)),
+}
+Tiles = dict[int, dict[int, Tile]]
+
+
+class _Layout(NamedTuple):
+    """How heads lie on threads: template arguments of the kernels, after the type."""
+
+    pack: int
+    slots: int  # of two packs, of a lane
+    lanes: int  # of a head
+    head_dim: int  # 0: any
+    heads: int
+    resident: int
+
+    def types(self, dtype: np.dtype) -> tuple[str, ...]:
+        return (ctype(dtype), *map(str, self))
+
+    def split(self, tokens: int, *heads: int) -> list[int]:
+        """Blocks for each segment of heads, together as many as a card holds at once, or fewer."""
+        items = [tokens * -(-count // self.heads) for count in heads]
+        require(sum(items) < 1 << 31, f"qk_norm_rope: takes less than 2^31 items, got {sum(items)}")
+        full = [-(-count * self.lanes // THREADS) for count in items]
+        most = MULTIPROCESSORS * self.resident
+        fair = [min(count, most * count // max(1, sum(full))) for count in full]
+        return [max(min(1, count), blocks) for count, blocks in zip(heads, fair, strict=True)]
+
+
+# Heads of other sizes; then halves that do not divide into packs, and arrays that do not lie at
+# multiples of 16 bytes.
+_DIVIDING, _ANY = _Layout(4, 2, 32, 0, 1, 2), _Layout(1, 8, 32, 0, 1, 2)
+
+
+def _whole(tile: Tile, head_dim: int) -> _Layout:
+    lanes = head_dim // (2 * tile.pack)
+    return _Layout(tile.pack, 1, lanes, head_dim, tile.heads, tile.resident)
+
+
+def _layout(tiles: Tiles, dtype: np.dtype, head_dim: int, rotary: int, in_packs: bool) -> _Layout:
+    if in_packs and head_dim in WHOLE and rotary == head_dim:
+        return _whole(tiles[dtype.itemsize][head_dim], head_dim)
+    divides = rotary % (2 * _DIVIDING.pack) == head_dim % (2 * _DIVIDING.pack) == 0
+    return _DIVIDING if in_packs and divides else _ANY
+
+
+def backward_blocks(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, rotary: int, dtype: np.dtype
+) -> int:
+    """Blocks of the backward on a card; each holds a float32 share of a weight's gradient."""
+    return sum(_layout(BACKWARD, dtype, head_dim, rotary, True).split(tokens, heads, kv_heads))
+
+
+def _instances(tiles: Tiles) -> list[tuple[str, ...]]:
+    return [
+        layout.types(dtype)
+        for dtype in (F32, BF16)
+        for layout in (
+            *(_whole(tile, head_dim) for head_dim, tile in tiles[dtype.itemsize].items()),
+            _DIVIDING,
+            _ANY,
+        )
+    ]
+
+
+SOURCE = Source(
+    "qk_norm_rope",
+    {"qk_norm_rope_fwd": _instances(FORWARD), "qk_norm_rope_bwd": _instances(BACKWARD)},
+)
 
 Heads = Float[Array, "tokens heads head_dim"]
 KVHeads = Float[Array, "tokens kv_heads head_dim"]
@@ -240,56 +315,47 @@ def _segments(res: QKNormRopeResiduals) -> list[tuple[slice, Array | None]]:
     return [(slice(0, res.heads), res.q_weight), (slice(res.heads, end), res.k_weight)]
 
 
-class _Launch(NamedTuple):
-    types: tuple[str, ...]
-    heads_of_item: int  # of a token, which a warp takes at once
-    sizes: list[int | float]  # the last parameters of both kernels
-
-    def blocks(self, tokens: int, heads: int) -> int:
-        """Blocks that take an item a warp."""
-        items = tokens * -(-heads // self.heads_of_item)
-        require(items < 1 << 31, f"qk_norm_rope: takes less than 2^31 items, got {items}")
-        return -(-items // WARPS)
-
-
-def _plan(res: QKNormRopeResiduals, x: Array, *others: Array | None) -> _Launch:
-    """``x`` and ``others`` are the arrays by token, besides those that ``res`` holds."""
-    tokens, _, head_dim = x.shape
+def _chosen(res: QKNormRopeResiduals, tiles: Tiles, *arrays: Array | None) -> _Layout:
+    """``arrays`` are those by token, besides those that ``res`` holds."""
+    x = arrays[0]
+    assert x is not None
+    head_dim, rotary = x.shape[2], 2 * res.table.cos.shape[1]
     weights = [weight for weight in (res.q_weight, res.k_weight) if weight is not None]
     require(
         all(weight.flags.c_contiguous for weight in weights),
         "qk_norm_rope: weights must be C-contiguous",
     )
-    half = res.table.cos.shape[1]
     require(
         head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM,
         f"qk_norm_rope: head_dim must be even and at most {MAX_HEAD_DIM}, got {head_dim}",
     )
-    divides = half % PACK == 0 and head_dim % (2 * PACK) == 0
-    if divides and rows_aligned(x, res.qkv, *others) and aligned(*weights, *res.table):
-        slots = head_dim // (2 * PACK)
-        lanes = min(32, 1 << (slots - 1).bit_length())
-        layout = (str(PACK), "1" if slots <= 32 else "2")
-    else:
-        lanes, layout = 32, ("1", "8")
-    in_flight = 8 // x.dtype.itemsize if layout[1] == "1" else 1  # heads, as in qk_norm_rope.cu
-    sizes = [tokens, res.heads, res.kv_heads, head_dim, half, lanes]
-    return _Launch(
-        (ctype(x.dtype), *layout),
-        in_flight * (32 // lanes),
-        [*sizes, float(res.eps), float(res.unit_offset)],
-    )
+    in_packs = rows_aligned(res.qkv, *arrays) and aligned(*weights, *res.table)
+    return _layout(tiles, x.dtype, head_dim, rotary, in_packs)
+
+
+def _sizes(res: QKNormRopeResiduals, x: Array, heads: int, kv_heads: int) -> list[int | float]:
+    """The last parameters of both kernels."""
+    tokens, _, head_dim = x.shape
+    half, options = res.table.cos.shape[1], [float(res.eps), float(res.unit_offset)]
+    return [tokens, heads, kv_heads, head_dim, half, *options]
 
 
 def _forward_kernel(res: QKNormRopeResiduals, qkv: Array, qk: Array) -> None:
-    plan = _plan(res, qkv, qk)
+    layout = _chosen(res, FORWARD, qkv, qk)
     strides = [np.int64(token_stride("qk_norm_rope_fwd", a)) for a in (qk, qkv)]
-    source = None if qk is qkv else qkv
-    arrays = [qk, source, res.q_weight, res.k_weight, *res.table, res.positions]
+    heads, kv_heads = res.heads, res.kv_heads
+    if res.q_weight is None:  # keys are no others than queries then, and lie behind them
+        heads, kv_heads = heads + kv_heads, 0
+    blocks = layout.split(len(qkv), heads, kv_heads)
+    arrays = [qk, None if qk is qkv else qkv, res.q_weight, res.k_weight, *res.table, res.positions]
     if len(qkv):
-        grid = plan.blocks(len(qkv), res.heads + res.kv_heads)
-        arguments = arrays + strides + plan.sizes
-        SOURCE.launch("qk_norm_rope_fwd", plan.types, grid, 32 * WARPS, arguments)
+        SOURCE.launch(
+            "qk_norm_rope_fwd",
+            layout.types(qkv.dtype),
+            sum(blocks),
+            THREADS,
+            [*arrays, *strides, blocks[0], *_sizes(res, qkv, heads, kv_heads)],
+        )
 
 
 def _backward_kernel(
@@ -299,13 +365,11 @@ def _backward_kernel(
     dqkv: Array,
     targets: tuple[Array | Frozen | None, Array | Frozen | None],
 ) -> tuple[Array | None, Array | None]:
-    plan = _plan(res, dqkv, dq, dk)
+    layout = _chosen(res, BACKWARD, dqkv, dq, dk)
     tokens, _, head_dim = dqkv.shape
-    blocks = [max(1, plan.blocks(tokens, heads)) for heads in (res.heads, res.kv_heads)]
+    blocks = layout.split(tokens, res.heads, res.kv_heads)
     partial = None
     if res.q_weight is not None and not all(isinstance(t, Frozen) for t in targets):
-        total = sum(blocks)
-        blocks = [max(1, min(n, BLOCKS * n // total)) for n in blocks]
         partial = empty((sum(blocks), head_dim), F32, like=dqkv)
     strides = [
         np.int64(0 if a is None else token_stride("qk_norm_rope_bwd", a))
@@ -314,20 +378,15 @@ def _backward_kernel(
     arrays = [dqkv, partial, dq, dk, res.qkv, res.q_weight, res.k_weight, *res.table]
     SOURCE.launch(
         "qk_norm_rope_bwd",
-        plan.types,
+        layout.types(dqkv.dtype),
         sum(blocks),
-        32 * WARPS,
-        [*arrays, res.positions, *strides, blocks[0], *plan.sizes],
-        shared=0 if partial is None else 4 * WARPS * head_dim,
+        THREADS,
+        [*arrays, res.positions, *strides, blocks[0]] + _sizes(res, dqkv, res.heads, res.kv_heads),
+        shared=0 if partial is None else 4 * (THREADS // 32) * head_dim,
     )
     if partial is None:
         return None, None
-    shares = (partial[: blocks[0]], partial[blocks[0] :])
-    dweights = [
-        None if isinstance(target, Frozen) else sum_partials(share, dqkv.dtype, target)
-        for share, target in zip(shares, targets, strict=True)
-    ]
-    return dweights[0], dweights[1]
+    return sum_partials_pair(partial, blocks[0], dqkv.dtype, targets)
 
 
 def qk_norm_rope_ref(

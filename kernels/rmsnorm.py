@@ -17,6 +17,8 @@ Three pairs share the kernels; they differ in what happens to the residual strea
 The last two add the stream's gradient to dx in the pass that computes it.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -45,22 +47,51 @@ from surogate.kernels.arrays import (
 from surogate.kernels.nvrtc import Source, ctype, vector_width
 from surogate.kernels.pair import Pair
 
-PACKS = 4  # 16-byte packs of a row that a thread holds, as in rmsnorm.cu
-FORWARD_THREADS, BACKWARD_THREADS = 128, 256  # of a block, unless one row takes more
-# Shares of dweight: a constant, so that sums have one order on all cards. Two blocks on each of the
-# 132 multiprocessors of an H200.
-BLOCKS = 264
 MAX_HIDDEN = 16384
 
+
+@dataclass(frozen=True)
+class Tile:
+    """How rows lie on threads."""
+
+    packs: int  # 16-byte packs of a row that a thread holds
+    registers: int  # of a thread, at most
+    block: int  # threads of a block, unless one row takes more
+
+    def threads(self, hidden: int, dtype: np.dtype) -> int:
+        """Of a row."""
+        return 32 * -(-hidden // (32 * vector_width(dtype) * self.packs))
+
+    def rows(self, hidden: int, dtype: np.dtype) -> int:
+        """Of a block."""
+        return max(1, self.block // self.threads(hidden, dtype))
+
+
+FORWARD = Tile(4, 64, 128)
+# The first whose block has room for a row. add_rmsnorm_bwd on an H200 with one, two and four packs:
+# 4096 x 2048 takes 22.5, 24.9 and 26.2 us, 8192 x 4096 takes 71.6 with two and 75.5 with four.
+BACKWARD = Tile(1, 64, 256), Tile(2, 80, 256), Tile(4, 128, 256)
+# Those of an H200, on every card: blocks of the backward hold shares of dweight, and their number
+# decides the order of its sum.
+MULTIPROCESSORS, REGISTERS = 132, 65536
+
 _TYPES = [("float", "float"), ("bf16", "bf16"), ("bf16", "float")]
-_INSTANCES: list[tuple[str, ...]] = [
-    (*types, aligned) for types in _TYPES for aligned in ("true", "false")
-]
+
+
+def _instances(*tiles: Tile) -> list[tuple[str, ...]]:
+    return [
+        (*types, aligned, str(tile.packs), str(tile.registers))
+        for types in _TYPES
+        for aligned in ("true", "false")
+        for tile in tiles
+    ]
+
+
 SOURCE = Source(
     "rmsnorm",
     {
-        "rmsnorm_fwd": _INSTANCES,
-        "rmsnorm_bwd": _INSTANCES,
+        "rmsnorm_fwd": _instances(FORWARD),
+        "rmsnorm_bwd": _instances(*BACKWARD),
         "sum_partials": [("float",), ("bf16",)],
     },
 )
@@ -197,17 +228,46 @@ def sum_partials(
 
     Returns them fresh in ``dtype``, or added to ``into``.
     """
-    blocks, columns = partial.shape
-    out, accumulate = destination(into, (columns,), dtype, like=partial)
-    require(out.flags.c_contiguous, "sum_partials: into must be C-contiguous")
+    return _sum_partials(partial, dtype, [(len(partial), into)])[0]
+
+
+def sum_partials_pair(
+    partial: Float32[Array, "blocks columns"],
+    first: int,
+    dtype: np.dtype,
+    into: tuple[Float[Array, " columns"] | Frozen | None, Float[Array, " columns"] | Frozen | None],
+) -> tuple[Float[Array, " columns"] | None, Float[Array, " columns"] | None]:
+    """sum_partials of the ``first`` rows and of the others, in one launch if of one dtype."""
+    wanted = [target for target in into if not isinstance(target, Frozen)]
+    if len(wanted) == 2 and len({dtype if t is None else t.dtype for t in wanted}) == 1:
+        rows = (first, len(partial) - first)
+        both = _sum_partials(partial, dtype, list(zip(rows, wanted, strict=True)))
+        return both[0], both[1]
+    found = [
+        None if isinstance(target, Frozen) else sum_partials(share, dtype, target)
+        for share, target in zip((partial[:first], partial[first:]), into, strict=True)
+    ]
+    return found[0], found[1]
+
+
+def _sum_partials(
+    partial: Array, dtype: np.dtype, sums: Sequence[tuple[int, Array | None]]
+) -> list[Array]:
+    """``sums``: rows and destination of each, one or two of one dtype."""
+    columns = partial.shape[1]
+    found = [destination(into, (columns,), dtype, like=partial) for _, into in sums]
+    contiguous = all(out.flags.c_contiguous for out, _ in found)
+    require(contiguous, "sum_partials: into must be C-contiguous")
+    outs, adds = ([*both, None][:2] for both in zip(*found, strict=True))
+    rows = [*(count for count, _ in sums), 0][:2]
     SOURCE.launch(
         "sum_partials",
-        (ctype(out.dtype),),
-        -(-columns // 32),
+        (ctype(outs[0].dtype),),
+        (-(-columns // 32), len(sums)),
         1024,
-        [out, partial, blocks, columns, accumulate],
+        [*outs, partial, *rows, columns, *map(bool, adds)],
     )
-    return out
+    return [out for out, _ in found]
 
 
 def _check(name: str, x: Array, weight: Array, product: str) -> None:
@@ -257,37 +317,42 @@ def _forward(
 
 
 class _Launch(NamedTuple):
-    """How rows of one width lie on threads."""
-
     types: tuple[str, ...]
     threads: int  # of a row
     rows: int  # of a block
 
 
+def backward_tile(hidden: int, dtype: np.dtype) -> Tile:
+    """How the backward holds rows of this width."""
+    fits = (tile for tile in BACKWARD if tile.threads(hidden, dtype) <= tile.block)
+    return next(fits, BACKWARD[-1])
+
+
 def backward_blocks(tokens: int, hidden: int, dtype: np.dtype) -> int:
-    """Blocks of the backward on a card; each holds a float32 share of dweight."""
-    rows = max(1, BACKWARD_THREADS // _threads(hidden, dtype))
-    return max(1, min(BLOCKS, -(-tokens // rows)))
-
-
-def _threads(hidden: int, dtype: np.dtype) -> int:
-    """Threads of a row."""
-    return 32 * -(-hidden // (32 * vector_width(dtype) * PACKS))
+    """Blocks of the backward, all resident at once; each holds a float32 share of dweight."""
+    tile = backward_tile(hidden, dtype)
+    rows = tile.rows(hidden, dtype)
+    threads = rows * tile.threads(hidden, dtype)
+    resident = max(1, REGISTERS // (tile.registers * threads))
+    return max(1, min(MULTIPROCESSORS * resident, -(-tokens // rows)))
 
 
 def _plan(
-    x: Array, weight: Array, block: int, *others: Array | None, apart: tuple[Array | None, ...]
+    x: Array, weight: Array, tile: Tile, *others: Array | None, apart: tuple[Array | None, ...]
 ) -> _Launch:
     """``others`` are contiguous, as x is; the rows of those in ``apart`` may lie apart."""
     hidden, width = x.shape[1], vector_width(x.dtype)
     require(hidden <= MAX_HIDDEN, f"rmsnorm: hidden must be at most {MAX_HIDDEN}, got {hidden}")
     for array in (x, *others):
         require(array is None or array.flags.c_contiguous, "rmsnorm: arrays must be C-contiguous")
-    threads = _threads(hidden, x.dtype)
     require(weight.flags.c_contiguous, "rmsnorm: weight must be C-contiguous")
     fits = hidden % width == 0 and aligned(weight) and rows_aligned(x, *others, *apart)
     types = (ctype(x.dtype), ctype(weight.dtype), str(fits).lower())
-    return _Launch(types, threads, max(1, block // threads))
+    return _Launch(
+        (*types, str(tile.packs), str(tile.registers)),
+        tile.threads(hidden, x.dtype),
+        tile.rows(hidden, x.dtype),
+    )
 
 
 def _forward_kernel(
@@ -302,7 +367,7 @@ def _forward_kernel(
     tokens, hidden = x.shape
     y = empty_like(x) if out is None else out
     stride = row_stride("rmsnorm_fwd: out", y)
-    plan = _plan(x, weight, FORWARD_THREADS, residual, apart=(y,))
+    plan = _plan(x, weight, FORWARD, residual, apart=(y,))
     h = None if residual is None else empty_like(x)
     rstd = empty((tokens,), F32, like=x)
     arrays = [y, h, rstd, x, residual, weight]
@@ -329,7 +394,9 @@ def _backward_kernel(
         row_stride("rmsnorm_bwd: dy", dy),
         hidden if dresidual is None else row_stride("rmsnorm_bwd: dresidual", dresidual),
     )
-    plan = _plan(res.x, res.weight, BACKWARD_THREADS, apart=(dx, dy, dresidual))
+    tile = backward_tile(hidden, dy.dtype)
+    plan = _plan(res.x, res.weight, tile, apart=(dx, dy, dresidual))
+    slots = tile.packs * plan.rows * plan.threads  # of packs, whose shares a block adds
     blocks = backward_blocks(tokens, hidden, dy.dtype)
     partial = None if into is FROZEN else empty((blocks, hidden), F32, like=dy)
     SOURCE.launch(
@@ -339,7 +406,7 @@ def _backward_kernel(
         plan.rows * plan.threads,
         [dx, partial, dy, dresidual, res.x, res.weight, res.rstd]
         + [*strides, tokens, hidden, plan.threads, float(res.unit_offset)],
-        shared=4 * hidden * plan.rows if plan.rows > 1 else 0,
+        shared=4 * slots * vector_width(dy.dtype) if plan.rows > 1 else 0,
     )
     if partial is None or isinstance(into, Frozen):
         return dx, None

@@ -174,13 +174,16 @@ __global__ void __launch_bounds__(1024, 2)
         store_gradient<2>(out, row, Split<T>(row, vocab, out), threadIdx.x, {lse[token], scale, label});
 }
 
-constexpr int KEPT = 5;      // vectors of a row that a thread keeps in registers
-constexpr int PORTIONS = 4;  // in which the vectors in shared memory are waited for
+// Of 8192 x 151936 on an H200: 1281 us so, 1299 with 14 portions of which four are on their way, 1350 with one.
+constexpr int KEPT = 5;      // vectors of a row that a thread keeps in registers, as in cross_entropy.py
+constexpr int PORTIONS = 7;  // in which the vectors in shared memory are waited for
+constexpr int LAG = 1;       // portions that are on their way when one is waited for
 
-// Forward and the gradient of the sum of all nll, in place. A block walks over rows. A thread's first `held`
-// vectors of a row lie in its own place in shared memory, the next KEPT in registers, and only what is left
-// is read twice. As soon as a vector has become its gradient, the next row's takes its place: so reads and
-// writes go on together, and no thread waits for another but in the sums.
+// Forward and the gradient of the sum of all nll, in place. A block walks over rows. A thread's first KEPT
+// vectors of a row lie in registers, the next `held` in its own place in shared memory, and only what is left
+// is read twice. As soon as a vector has become its gradient, the next row's takes its place, and LAG portions
+// later it is added to that row's sum: so reads, writes and both passes' arithmetic go on together, and no
+// thread waits for another but in the sums.
 template <typename T>
 __global__ void __launch_bounds__(1024, 1)
     cross_entropy_fused(float* __restrict__ logprobs,  // (tokens,), 0 where ignored
@@ -193,11 +196,11 @@ __global__ void __launch_bounds__(1024, 1)
     auto place = [&](int k) { return places + (k * threads + me) * N; };
     auto portion = [&](int p) { return p * held / PORTIONS; };
     auto fetch = [&](const T* row, const Split<T>& split, int k) {
-        int v = k * threads + me;
+        int v = (KEPT + k) * threads + me;
         if (v < split.vectors) cp_async_16(place(k), row + split.head + v * N);
     };
     auto keep = [&](const T* row, const Split<T>& split, int k) {
-        int v = (held + k) * threads + me;
+        int v = k * threads + me;
         if (v < split.vectors) kept[k].load(row + split.head + v * N);
     };
     // The first row from `token` on that has a label; those before it are done with.
@@ -216,39 +219,42 @@ __global__ void __launch_bounds__(1024, 1)
     if (token >= tokens) return;
     T* row = logits + token * vocab;
     Split<T> split(row, vocab);
+    Online mine;
+    auto add_kept = [&](const Split<T>& its) {
+#pragma unroll
+        for (int k = 0; k < KEPT; ++k)
+            if (k * threads + me < its.vectors) mine.add(kept[k]);
+    };
+    auto add_portion = [&](const Split<T>& its, int p) {
+        for (int k = portion(p); k < portion(p + 1); ++k) {
+            if ((KEPT + k) * threads + me >= its.vectors) break;
+            Values<T> x;
+            x.load(place(k));
+            mine.add(x);
+        }
+    };
+    // The portions that are still on their way, and what is left.
+    auto add_rest = [&](const T* its_row, const Split<T>& its) {
+        cp_async_wait<0>();
+        for (int p = PORTIONS - LAG; p < PORTIONS; ++p) add_portion(its, p);
+        add_vectors<2>(mine, its_row + its.head, (KEPT + held) * threads + me, its.vectors);
+        add_loose(mine, its_row, its);
+    };
+#pragma unroll
+    for (int k = 0; k < KEPT; ++k) keep(row, split, k);
     for (int p = 0; p < PORTIONS; ++p) {
         for (int k = portion(p); k < portion(p + 1); ++k) fetch(row, split, k);
         cp_async_commit();
     }
-#pragma unroll
-    for (int k = 0; k < KEPT; ++k) keep(row, split, k);
+    add_kept(split);
+    cp_async_wait<LAG>();
+    for (int p = 0; p < PORTIONS - LAG; ++p) add_portion(split, p);
+    add_rest(row, split);
 
     for (int turn = 0; token < tokens; turn ^= 1) {
         int64_t next = token + gridDim.x;
-        int next_label = next < tokens ? labels[next] : IGNORED, rest = (held + KEPT) * threads + me;
+        int next_label = next < tokens ? labels[next] : IGNORED;
         float target = me == 0 ? label_logit(row, label, vocab) : 0.0f;  // before it is overwritten
-        Online mine;
-        auto add_portion = [&](int p) {
-            for (int k = portion(p); k < portion(p + 1); ++k) {
-                if (k * threads + me >= split.vectors) break;
-                Values<T> x;
-                x.load(place(k));
-                mine.add(x);
-            }
-        };
-        cp_async_wait<3>();
-        add_portion(0);
-        cp_async_wait<2>();
-        add_portion(1);
-        cp_async_wait<1>();
-        add_portion(2);
-        cp_async_wait<0>();
-        add_portion(3);
-#pragma unroll
-        for (int k = 0; k < KEPT; ++k)
-            if ((held + k) * threads + me < split.vectors) mine.add(kept[k]);
-        add_vectors<2>(mine, row + split.head, rest, split.vectors);
-        add_loose(mine, row, split);
         float lse = block_lse(mine, turn);
         if (me == 0) logprobs[token] = target - lse;
 
@@ -256,11 +262,21 @@ __global__ void __launch_bounds__(1024, 1)
         T* next_row = logits + (next < tokens ? next : token) * vocab;
         Split<T> next_split(next_row, next < tokens ? vocab : 0);
         Gradient gradient = {lse, 1.0f, label};
-        store_gradient<2>(row, row, split, rest, gradient);
+        mine = Online();
+#pragma unroll
+        for (int k = 0; k < KEPT; ++k) {
+            int column = split.head + (k * threads + me) * N;
+            if (k * threads + me < split.vectors) {
+                gradient.apply(kept[k], column);
+                kept[k].store(row + column);
+            }
+            keep(next_row, next_split, k);
+        }
+        store_gradient<2>(row, row, split, (KEPT + held) * threads + me, gradient);
         for (int p = 0; p < PORTIONS; ++p) {
             for (int k = portion(p); k < portion(p + 1); ++k) {
-                int column = split.head + (k * threads + me) * N;
-                if (k * threads + me < split.vectors) {
+                int v = (KEPT + k) * threads + me, column = split.head + v * N;
+                if (v < split.vectors) {
                     Values<T> x;
                     x.load(place(k));
                     gradient.apply(x, column);
@@ -269,16 +285,12 @@ __global__ void __launch_bounds__(1024, 1)
                 fetch(next_row, next_split, k);
             }
             cp_async_commit();
+            if (p == LAG - 1) add_kept(next_split);
+            if (p < LAG) continue;
+            cp_async_wait<LAG>();
+            add_portion(next_split, p - LAG);
         }
-#pragma unroll
-        for (int k = 0; k < KEPT; ++k) {
-            int column = split.head + ((held + k) * threads + me) * N;
-            if ((held + k) * threads + me < split.vectors) {
-                gradient.apply(kept[k], column);
-                kept[k].store(row + column);
-            }
-            keep(next_row, next_split, k);
-        }
+        add_rest(next_row, next_split);
         token = next, label = next_label, row = next_row, split = next_split;
     }
 }

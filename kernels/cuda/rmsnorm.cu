@@ -1,15 +1,15 @@
 // RMSNorm of rows, with an addition before it (forward) or after it (backward) in the same pass.
 //
 // A row belongs to `threads` threads (whole warps; the host picks them so that PACKS packs of 16 bytes of T
-// a thread cover it) and stays in their registers between its one read and its one write. A block holds
-// blockDim.x / threads rows. Rows of the arrays that have a `_stride` lie that many elements apart, others
-// end to end.
+// a thread cover it) and stays in their registers, at most REGISTERS of a thread, between its one read and its
+// one write. A block holds blockDim.x / threads rows. Rows of the arrays that have a `_stride` lie that many
+// elements apart, others end to end.
 #include "pack.cuh"
 
-constexpr int PACKS = 4;
-
-// Threads of the longest row, 16384 columns.
-template <typename T> constexpr int MOST = 16384 / (PACKS * WIDTH<T>);
+// Threads of a block at most (those of the longest row, 16384 columns, where a thread has four packs), and how
+// many such blocks the 65536 registers of a multiprocessor are for.
+template <typename T, int PACKS> constexpr int MOST = PACKS == 4 ? 16384 / (PACKS * WIDTH<T>) : 256;
+template <int MOST, int REGISTERS> constexpr int RESIDENT = MOST * REGISTERS > 65536 ? 1 : 65536 / (MOST * REGISTERS);
 
 // Sum over the `warps` warps of a row. All threads of the block call it together; a scratch may be used
 // again after one call with another.
@@ -22,8 +22,8 @@ __device__ __forceinline__ float row_sum(float value, float* scratch, int warps)
     return warp_sum(lane < warps ? scratch[warp / warps * warps + lane] : 0.0f);
 }
 
-template <typename T, typename W, bool ALIGNED>
-__global__ void __launch_bounds__(MOST<T>, 1024 / MOST<T>)
+template <typename T, typename W, bool ALIGNED, int PACKS, int REGISTERS>
+__global__ void __launch_bounds__(MOST<T, PACKS>, RESIDENT<MOST<T, PACKS>, REGISTERS>)
     rmsnorm_fwd(T* __restrict__ y,               // (tokens, hidden), y_stride apart
                             T* __restrict__ h,               // (tokens, hidden): x + residual
                             float* __restrict__ rstd,        // (tokens,)
@@ -75,10 +75,11 @@ __global__ void __launch_bounds__(MOST<T>, 1024 / MOST<T>)
 }
 
 // A block walks over rows and keeps its share of dweight in registers; the blocks' shares are added by
-// sum_partials. 128 registers a thread hold three rows in flight and the share. AHEAD: the next row's packs are
-// loaded as soon as a pack of dx is out.
-template <typename T, typename W, bool ALIGNED>
-__global__ void __launch_bounds__(MOST<T>)
+// sum_partials. With four packs, 128 registers hold three rows in flight and the share. AHEAD: the next row's packs
+// are loaded as soon as a pack of dx is out. Its rstd is, too, where a register is free for it: where none is, the
+// compiler puts the value into local memory, so that every row waits for a read of DRAM.
+template <typename T, typename W, bool ALIGNED, int PACKS, int REGISTERS>
+__global__ void __launch_bounds__(MOST<T, PACKS>, RESIDENT<MOST<T, PACKS>, REGISTERS>)
     rmsnorm_bwd(T* __restrict__ dx,               // (tokens, hidden), dx_stride apart
                 float* __restrict__ partial,      // (blocks, hidden), or null: dweight is not wanted
                 const T* __restrict__ dy,         // (tokens, hidden), dy_stride apart
@@ -89,12 +90,14 @@ __global__ void __launch_bounds__(MOST<T>)
                 int dx_stride, int dy_stride, int dresidual_stride, int tokens, int hidden, int threads, float offset) {
     constexpr int N = WIDTH<T>;
     constexpr bool AHEAD = sizeof(T) == 2 && sizeof(W) == 2 && ALIGNED;  // or registers are too few
+    constexpr bool RSTD_AHEAD = PACKS == 1;
     __shared__ float scratch[2][32];
-    DYNAMIC_SHARED(float, shares);  // (rows of the block, hidden), when the block holds several rows
+    DYNAMIC_SHARED(float, shares);  // (rows of the block, slots of a row, 4), when the block holds several rows
     int lane = threadIdx.x % threads, group = threadIdx.x / threads, groups = blockDim.x / threads;
     float share[PACKS][N] = {};
 
     Pack<T, N> value[PACKS], grad[PACKS], addend[PACKS] = {};
+    auto rstd_of = [&](int64_t row) { return row < tokens ? rstd[row] : 0.0f; };
     auto load = [&](int i, int64_t row) {
         int column = (i * threads + lane) * N, columns = row < tokens ? hidden : 0;
         value[i].template load_columns<ALIGNED>(x + row * hidden, column, columns);
@@ -102,6 +105,7 @@ __global__ void __launch_bounds__(MOST<T>)
         if (dresidual) addend[i].template load_columns<ALIGNED>(dresidual + row * dresidual_stride, column, columns);
     };
     int64_t row = int64_t(blockIdx.x) * groups + group, stride = int64_t(gridDim.x) * groups;
+    float next_r = RSTD_AHEAD ? rstd_of(row) : 0.0f;
     if (AHEAD)
         for (int i = 0; i < PACKS; ++i) load(i, row);
     int turn = 0;
@@ -109,7 +113,8 @@ __global__ void __launch_bounds__(MOST<T>)
         int columns = row < tokens ? hidden : 0;
         if (!AHEAD)
             for (int i = 0; i < PACKS; ++i) load(i, row);
-        float r = columns ? rstd[row] : 0.0f, dot = 0.0f;
+        float r = RSTD_AHEAD ? next_r : rstd_of(row), dot = 0.0f;
+        if (RSTD_AHEAD) next_r = rstd_of(row + stride);
         Pack<W, N> scale[PACKS];
         for (int i = 0; i < PACKS; ++i)
             scale[i].template load_columns<ALIGNED>(weight, (i * threads + lane) * N, hidden);
@@ -133,30 +138,52 @@ __global__ void __launch_bounds__(MOST<T>)
     }
 
     if (!partial) return;
+    // Slot (i * QUARTERS + q) * threads + lane has four columns of the lane's pack i: neighbouring lanes have
+    // neighbouring slots, and so no bank conflicts.
+    constexpr int QUARTERS = N / 4;
+    int slots = PACKS * QUARTERS * threads;
     partial += int64_t(blockIdx.x) * hidden;
-    float* own = groups == 1 ? partial : shares + group * hidden;
+    auto finish = [&](const Vec<float, 4>& sum, int column) {
+        if (ALIGNED && column < hidden) sum.store(partial + column);
+        for (int k = 0; k < 4; ++k)
+            if (!ALIGNED && column + k < hidden) partial[column + k] = sum.data[k];
+    };
+#pragma unroll
     for (int i = 0; i < PACKS; ++i)
-        for (int j = 0; j < N; ++j) {
-            int column = (i * threads + lane) * N + j;
-            if (column < hidden) own[column] = share[i][j];
+#pragma unroll
+        for (int q = 0; q < QUARTERS; ++q) {
+            Vec<float, 4> part;
+            for (int k = 0; k < 4; ++k) part.data[k] = share[i][4 * q + k];
+            if (groups == 1) finish(part, (i * threads + lane) * N + 4 * q);
+            else part.store(shares + (group * slots + (i * QUARTERS + q) * threads + lane) * 4);
         }
     if (groups == 1) return;
     __syncthreads();
-    for (int column = threadIdx.x; column < hidden; column += blockDim.x) {
-        float sum = 0.0f;
-        for (int i = 0; i < groups; ++i) sum += shares[i * hidden + column];
-        partial[column] = sum;
+    for (int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
+        auto sum = Vec<float, 4>::load(shares + slot * 4);
+        for (int i = 1; i < groups; ++i) {
+            auto part = Vec<float, 4>::load(shares + (i * slots + slot) * 4);
+            for (int k = 0; k < 4; ++k) sum.data[k] += part.data[k];
+        }
+        int quarter = slot / threads, own = slot - quarter * threads;
+        finish(sum, (quarter / QUARTERS * threads + own) * N + quarter % QUARTERS * 4);
     }
 }
 
-// Column sums of the blocks' shares, 32 columns a block of 32 warps, always in the same order.
+// Column sums of the blocks' shares, 32 columns a block of 32 warps, always in the same order. The rows of a
+// second sum, where there is one (gridDim.y is 2), follow those of the first.
 template <typename S>
 __global__ void __launch_bounds__(1024)
     sum_partials(S* __restrict__ out,                // (columns,)
-                 const float* __restrict__ partial,  // (rows, columns)
-                 int rows, int columns, bool accumulate) {
+                 S* __restrict__ second,             // (columns,), or null
+                 const float* __restrict__ partial,  // (rows + second_rows, columns)
+                 int rows, int second_rows, int columns, bool accumulate, bool accumulate_second) {
     __shared__ float tile[32][33];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (blockIdx.y) {
+        partial += int64_t(rows) * columns;
+        out = second, rows = second_rows, accumulate = accumulate_second;
+    }
     int column = blockIdx.x * 32 + lane;
     float sum = 0.0f;
     if (column < columns) {

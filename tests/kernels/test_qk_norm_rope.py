@@ -25,12 +25,13 @@ DX = 16  # roundings of dqkv: its summands cancel, and the largest is ten times 
 SIZES = [  # tokens, heads, kv_heads, head_dim, rotary
     (1, 1, 1, 2, 2),  # least: one pair
     (5, 3, 1, 10, 10),  # no 16-byte accesses
-    (9, 14, 2, 64, 64),  # Qwen2.5-0.5B: eight heads at once on a warp, not all there
+    (9, 14, 2, 64, 64),  # Qwen2.5-0.5B: the last heads of a token are fewer than a team takes
     (6, 16, 8, 128, 128),  # Qwen3-0.6B
-    (5, 4, 2, 96, 96),  # a head on six of eight lanes
-    (5, 4, 1, 256, 64),  # Qwen3.5: a quarter is rotary; a head is a warp in bfloat16
-    (3, 2, 1, 512, 512),  # the widest head: too many lanes in float32
-    (2200, 2, 1, 16, 16),  # more tokens than all warps hold at once: they walk
+    (5, 4, 2, 96, 96),  # a head on twelve of 32 lanes
+    (5, 4, 1, 256, 64),  # Qwen3.5: a quarter is rotary
+    (3, 2, 1, 512, 512),  # the widest head: two slots a lane
+    (2200, 2, 1, 16, 16),  # more heads than all blocks hold at once: they walk
+    (2200, 2, 1, 256, 256),  # the same with a size of head of its own
 ]
 each_size = pytest.mark.parametrize("tokens,heads,kv_heads,head_dim,rotary", SIZES)
 kernels_only = pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from surogate.kernels.rmsnorm import (
     rmsnorm_fwd,
     rmsnorm_ref,
     sum_partials,
+    sum_partials_pair,
 )
 from tests.oracle import close, normal, oracle, same_bits, to_device, to_host, unaligned
 
@@ -34,9 +35,10 @@ SIZES = [
     (5, 7),  # odd: no 16-byte access fits
     (7, 1016),  # ragged: the last lanes of a warp have no column
     (2200, 24),  # more rows than all blocks hold at once: they walk
-    (9, 2560),  # rows of several warps, several rows a block
+    (9, 2560),  # rows of several warps; two packs a thread backward in bfloat16
+    (400, 4096),  # the same, and blocks walk
     (3, 8190),  # a large row without 16-byte accesses
-    (2, 16384),  # the widest row
+    (140, 16384),  # the widest row, four packs; blocks walk
 ]
 each_size = pytest.mark.parametrize("tokens,hidden", SIZES)
 kernels_only = pytest.mark.parametrize(
@@ -232,6 +234,25 @@ def test_sum_partials(rows, columns, device):
     partial_sums = normal("float32", (rows, columns), device=device)
     want = to_host(partial_sums).astype(np.float64).sum(axis=0)
     close(sum_partials(partial_sums, np.dtype(np.float32), None), want, "float32", terms=rows)
+
+
+@kernels_only
+@pytest.mark.parametrize(
+    "into", [(None, None), ("bfloat16", None), ("float32", None), (None, FROZEN), (FROZEN, FROZEN)]
+)
+def test_two_sums_are_those_of_each(into, device):
+    partial_sums = normal("float32", (7, 40), device=device)
+    kind = np.dtype("bfloat16")
+
+    def targets():
+        return [normal(t, (40,), device=device) if isinstance(t, str) else t for t in into]
+
+    halves = (partial_sums[:3], partial_sums[3:])
+    got = sum_partials_pair(partial_sums, 3, kind, tuple(targets()))
+    for half, target, both in zip(halves, targets(), got, strict=True):
+        assert (both is None) == (target is FROZEN)
+        if both is not None:
+            same_bits(both, sum_partials(half, kind, target))
 
 
 def test_derived_backward_fuses_the_stream(device):
