@@ -9,11 +9,13 @@ With g the gradient times the scale that grad_norm found (clipping over token co
     v = beta2 * v + (1 - beta2) * g^2
     p = p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon)
 
-which is torch.optim.AdamW in its order of operations. Arithmetic is float32 without fused
-multiply-adds, so host and card agree to the bit. A bfloat16 parameter is either rounded to nearest
-from a float32 master, or has no master and is rounded at random (rounding.py). Bfloat16 moments are
-always rounded at random: to nearest, v could not move by 1 - beta2 = 0.001 of itself, which is less
-than half a unit in the last place.
+which is torch.optim.AdamW in its order of operations. With ``cautious``, only weights decay that
+the rest of the step does not grow, m * p >= 0 (Chen et al., "Cautious weight decay", 2025).
+
+Arithmetic is float32 without fused multiply-adds, so host and card agree to the bit. A bfloat16
+parameter is either rounded to nearest from a float32 master, or has no master and is rounded at
+random (rounding.py). Bfloat16 moments are always rounded at random: to nearest, v could not move by
+1 - beta2 = 0.001 of itself, which is less than half a unit in the last place.
 
 What changes from step to step is read from memory, so that a captured launch can be replayed:
 ``scalars``, which the host writes, and ``norm``, which grad_norm leaves on the card. When norm says
@@ -77,6 +79,16 @@ class AdamWLeaf(NamedTuple):
     first: int = 0
 
 
+class AdamWSettings(NamedTuple):
+    """What does not change from step to step."""
+
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    cautious: bool = False
+
+
 class AdamWTable(NamedTuple):
     """Leaves of one combination of dtypes, and on the card where they lie. Built once."""
 
@@ -132,6 +144,7 @@ def adamw_step_(
     beta2: float,
     epsilon: float,
     weight_decay: float,
+    cautious: bool = False,
     zero_grad: bool = False,
 ) -> None:
     """Updates parameters, moments and masters of the table in place.
@@ -141,9 +154,10 @@ def adamw_step_(
     to zero, whether or not the step was applied.
     """
     leaf = table.leaves[0]
+    settings = AdamWSettings(beta1, beta2, epsilon, weight_decay, cautious)
     if not on_device(leaf.param):
         for each in table.leaves:
-            _host_step_(each, scalars, norm, (beta1, beta2, epsilon, weight_decay), zero_grad)
+            _host_step_(each, scalars, norm, settings, zero_grad)
         return
     if table.tensors is None:
         return
@@ -156,18 +170,22 @@ def adamw_step_(
         [
             table.tensors.rows,
             table.tensors.chunk_tensor,
-            scalars,
-            norm,
-            table.tensors.chunk,
-            float(beta1),
-            1.0 - beta1,
-            float(beta2),
-            1.0 - beta2,
-            float(epsilon),
-            float(weight_decay),
-            zero_grad,
+            *step_arguments(table.tensors, scalars, norm, settings, zero_grad),
         ],
     )
+
+
+def step_arguments(
+    tensors: TensorTable,
+    scalars: Float32[Array, "5"],
+    norm: Float32[Array, "3"] | None,
+    settings: AdamWSettings,
+    zero_grad: bool,
+) -> list[Any]:
+    """What the kernels take after their tables."""
+    beta1, beta2, epsilon, weight_decay, cautious = settings
+    rates = [float(beta1), 1.0 - beta1, float(beta2), 1.0 - beta2, float(epsilon)]
+    return [scalars, norm, tensors.chunk, *rates, float(weight_decay), cautious, zero_grad]
 
 
 def adamw_step(
@@ -179,6 +197,7 @@ def adamw_step(
     beta2: float,
     epsilon: float,
     weight_decay: float,
+    cautious: bool = False,
 ) -> AdamWLeaf:
     """One tensor as a pure function: returns the leaf with new param, m, v and master."""
     fresh = leaf._replace(
@@ -195,6 +214,7 @@ def adamw_step(
         beta2=beta2,
         epsilon=epsilon,
         weight_decay=weight_decay,
+        cautious=cautious,
     )
     return fresh
 
@@ -205,21 +225,10 @@ def _dtypes(leaf: AdamWLeaf) -> tuple[str, ...]:
 
 
 def _check(leaf: AdamWLeaf) -> None:
-    shape = leaf.param.shape
-    for name in ("param", "grad", "m", "v", "master"):
-        array = getattr(leaf, name)
-        require(
-            array is None or (array.shape == shape and array.flags.c_contiguous),
-            f"adamw_table: {name} must be C-contiguous of param's shape {shape}, got "
-            f"{None if array is None else (array.shape, array.strides)}",
-        )
+    check_arrays("adamw_table", leaf, ("param", "grad", "m", "v", "master"))
     require(
         leaf.m.dtype == leaf.v.dtype,
         f"adamw_table: m and v must have one dtype, got {leaf.m.dtype} and {leaf.v.dtype}",
-    )
-    require(
-        leaf.master is None or (leaf.master.dtype == F32 and leaf.param.dtype == BF16),
-        f"adamw_table: a float32 master belongs to a bfloat16 param, got {_dtypes(leaf)}",
     )
     require(
         leaf.first >= 0 and leaf.first % rounding.GROUP == 0,
@@ -227,44 +236,94 @@ def _check(leaf: AdamWLeaf) -> None:
     )
 
 
+def check_arrays(caller: str, leaf: Any, names: Sequence[str]) -> None:
+    """Raises ValueError unless a leaf's arrays lie alike, and a master is where it can be."""
+    for name in names:
+        array = getattr(leaf, name)
+        require(
+            array is None or (array.shape == leaf.param.shape and array.flags.c_contiguous),
+            f"{caller}: {name} must be C-contiguous of param's shape {leaf.param.shape}, got "
+            f"{None if array is None else (array.shape, array.strides)}",
+        )
+    require(
+        leaf.master is None or (leaf.master.dtype == F32 and leaf.param.dtype == BF16),
+        f"{caller}: a float32 master belongs to a bfloat16 param, got {leaf.param.dtype} and "
+        f"{None if leaf.master is None else leaf.master.dtype}",
+    )
+
+
+def usable(norm: Float32[Array, "3"] | None) -> bool:
+    """Host versions: whether grad_norm lets the step be taken."""
+    return norm is None or bool(norm[2] != 0)
+
+
 def _host_step_(
     leaf: AdamWLeaf,
     scalars: Float32[Array, "5"],
     norm: Float32[Array, "3"] | None,
-    settings: tuple[float, float, float, float],
+    settings: AdamWSettings,
     zero_grad: bool,
 ) -> None:
-    if norm is None or norm[2] != 0:
-        old = leaf.param if leaf.master is None else leaf.master
-        real = compute_dtype(old).type
-        beta1, beta2, epsilon, weight_decay = settings
-        lr, correction1, correction2 = (real(x) for x in scalars[:3])
-        g = upcast(leaf.grad) * real(1 if norm is None else norm[1])
-        m = real(beta1) * upcast(leaf.m) + real(1 - beta1) * g
-        v = real(beta2) * upcast(leaf.v) + real(1 - beta2) * (g * g)
-        direction = m / (np.sqrt(v) * (real(1) / np.sqrt(correction2)) + real(epsilon))
-        p = upcast(old)
-        if leaf.decay:
-            p = p - lr * real(weight_decay) * p
-        p = p - lr / correction1 * direction
-        if leaf.master is not None:
-            leaf.master[...] = p
-            leaf.param[...] = p.astype(leaf.param.dtype)
-        else:
-            _store_unbiased_(leaf.param, p, leaf, scalars, rounding.PARAM)
-        _store_unbiased_(leaf.m, m, leaf, scalars, rounding.FIRST_MOMENT)
-        _store_unbiased_(leaf.v, v, leaf, scalars, rounding.SECOND_MOMENT)
+    if usable(norm):
+        p, m, v = host_update(leaf, upcast(leaf.m), upcast(leaf.v), scalars, norm, settings)
+        store_param_(leaf, p, scalars)
+        store_unbiased_(leaf.m, m, leaf, scalars, rounding.FIRST_MOMENT)
+        store_unbiased_(leaf.v, v, leaf, scalars, rounding.SECOND_MOMENT)
     if zero_grad:
         leaf.grad[...] = 0
 
 
-def _store_unbiased_(
+def host_update(
+    leaf: Any,
+    m: Float[Array, "*shape"],
+    v: Float[Array, "*shape"],
+    scalars: Float32[Array, "5"],
+    norm: Float32[Array, "3"] | None,
+    settings: AdamWSettings,
+) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """Returns the new parameter and moments of a leaf with moments m and v, not rounded yet."""
+    old = leaf.param if leaf.master is None else leaf.master
+    real = compute_dtype(old).type
+    beta1, beta2, epsilon, weight_decay = (real(x) for x in settings[:4])
+    lr, correction1, correction2 = (real(x) for x in scalars[:3])
+    g = upcast(leaf.grad) * real(1 if norm is None else norm[1])
+    m = beta1 * m + real(1 - settings.beta1) * g
+    v = beta2 * v + real(1 - settings.beta2) * (g * g)
+    direction = m / (np.sqrt(v) * (real(1) / np.sqrt(correction2)) + epsilon)
+    p = upcast(old)
+    if leaf.decay:
+        p = decayed(p, lr * weight_decay, direction if settings.cautious else None)
+    return p - lr / correction1 * direction, m, v
+
+
+def decayed(
+    p: Float[Array, "*shape"], rate: Any, step: Float[Array, "*shape"] | None
+) -> Float[Array, "*shape"]:
+    """Host versions: p - rate * p, where ``step``, which will be subtracted, agrees in sign."""
+    less = p - rate * p
+    if step is None:
+        return less
+    with np.errstate(over="ignore", invalid="ignore"):  # only the sign counts
+        return np.where(step * p >= 0, less, p)
+
+
+def store_param_(leaf: Any, p: Float[Array, "*shape"], scalars: Float32[Array, "5"]) -> None:
+    """Host versions: rounds a new parameter to nearest from its master, or at random."""
+    if leaf.master is None:
+        store_unbiased_(leaf.param, p, leaf, scalars, rounding.PARAM)
+    else:
+        leaf.master[...] = p
+        leaf.param[...] = p.astype(leaf.param.dtype)
+
+
+def store_unbiased_(
     out: Float[Array, "*shape"],
     value: Float[Array, "*shape"],
-    leaf: AdamWLeaf,
+    leaf: Any,
     scalars: Float32[Array, "5"],
     role: int,
 ) -> None:
+    """Host versions: stores ``value``, rounded at random where ``out`` is bfloat16."""
     if out.dtype != BF16:
         out[...] = value
         return

@@ -5,7 +5,8 @@ micro-batches and ranks. With norm = sqrt(sum of G^2) / count, the norm of the m
 
     out[0] = norm
     out[1] = min(1, max_norm / (norm + 1e-6)) / count     (what AdamW multiplies G by)
-    out[2] = 1 when the sum of squares is finite and count is positive, else 0, and then out[1] = 0
+    out[2] = 1 when the sum of squares and the loss are finite and count is positive, else 0, and
+             then out[1] = 0
 
 The clipping rule is that of torch.nn.utils.clip_grad_norm_. Nothing is read back to the host.
 Squares are summed in float32 within a chunk of a tensor and in float64 beyond, in an order that
@@ -62,17 +63,24 @@ def grad_table(grads: Sequence[Float[Array, "..."]], *, chunk: int = CHUNK) -> G
 
 
 def grad_norm(
-    table: GradTable, count: Shaped[Array, "..."], *, max_norm: float = math.inf
+    table: GradTable,
+    count: Shaped[Array, "..."],
+    *,
+    max_norm: float = math.inf,
+    loss: Float32[Array, ""] | None = None,
 ) -> Float32[Array, "3"]:
     """Returns (norm of the mean gradient, scale for the summed gradient, 1 when it is usable).
 
-    ``count`` is one int32 or float32 beside the gradients; ``max_norm`` infinity clips nothing.
+    ``count`` is one int32 or float32 beside the gradients; ``max_norm`` infinity clips nothing. A
+    ``loss`` that is not finite makes the gradient unusable: where a label's probability is rounded
+    to zero, its loss is infinite and the gradient is not.
     """
     _check(count, max_norm)
     if not on_device(count):
-        return _host_norm(_host_sum(table), count, max_norm)
+        usable = loss is None or math.isfinite(float(loss))
+        return _host_norm(_host_sum(table), count, max_norm, usable=usable)
     out = empty((3,), np.float32, like=count)
-    _finish(out, None, _partial(table), count, max_norm)
+    _finish(out, None, _partial(table), count, max_norm, loss)
     return out
 
 
@@ -133,9 +141,10 @@ def _finish(
     partial: Float64[Array, " sums"],
     count: Shaped[Array, "..."] | None,
     max_norm: float,
+    loss: Float32[Array, ""] | None = None,
 ) -> None:
     kind = "float" if count is None else ctype(count.dtype)
-    args = [out, total, partial, count, partial.size, float(max_norm)]
+    args = [out, total, partial, count, loss, partial.size, float(max_norm)]
     SOURCE.launch("grad_norm_finish", (kind,), 1, _FINISH_THREADS, args)
 
 
@@ -144,9 +153,11 @@ def _host_sum(table: GradTable) -> float:
         return sum(float(np.square(upcast(g)).sum(dtype=np.float64)) for g in table.grads)
 
 
-def _host_norm(total: float, count: Shaped[Array, "..."], max_norm: float) -> Float32[Array, "3"]:
+def _host_norm(
+    total: float, count: Shaped[Array, "..."], max_norm: float, *, usable: bool = True
+) -> Float32[Array, "3"]:
     tokens = float(count.reshape(-1)[0])
     norm = math.sqrt(total) / (tokens if tokens > 0 else 1.0)
-    if not (math.isfinite(total) and tokens > 0):
+    if not (usable and math.isfinite(total) and tokens > 0):
         return np.array([norm, 0, 0], np.float32)
     return np.array([norm, min(1.0, max_norm / (norm + _EPSILON)) / tokens, 1], np.float32)

@@ -2,7 +2,8 @@
 
     step: int64, number of updates made    m.<name>, v.<name>, master.<name>: one array a parameter
 
-where <name> is the path in the parameter tree, as in "m.layers.0.w_qkv".
+where <name> is the path in the parameter tree, as in "m.layers.0.w_qkv". An 8-bit moment is two
+arrays, <name>.codes and <name>.scale.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from surogate.kernels.arrays import Array, namespace, require
-from surogate.optim.adamw import AdamWConfig, AdamWState, init
+from surogate.optim.adamw import AdamWState
+from surogate.optim.rule import Rule, init
 
 STEP = "step"
 
@@ -41,13 +43,15 @@ def state_to_named(state: AdamWState) -> dict[str, Array]:
     return named
 
 
-def state_from_named(named: Mapping[str, Any], params: Any, config: AdamWConfig) -> AdamWState:
-    """The state of ``params`` under ``config``, with the arrays copied beside the parameters.
+def state_from_named(
+    named: Mapping[str, Any], params: Any, rule: Rule, matrices: Any = None
+) -> AdamWState:
+    """The state of ``params`` under ``rule``, with the arrays copied beside the parameters.
 
     Raises ValueError that names the arrays when one is missing, not wanted, or of another shape or
     dtype: a state that does not fit is never replaced by a fresh one.
     """
-    blank = init(params, config)
+    blank = init(params, rule, matrices)
     wanted = state_to_named(blank)
     for text, names in (
         ("lacks", wanted.keys() - named.keys()),

@@ -6,18 +6,6 @@
 // Columns of the table, as kernels/grad_norm.py writes them.
 enum { SIZE, FIRST_CHUNK, GRAD, COLUMNS };
 
-// Sum over a block of double values, known to all threads; block_sum of common.cuh in double.
-__device__ __forceinline__ double block_sum_double(double value) {
-    __shared__ double partial[32];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    for (int mask = 16; mask > 0; mask /= 2) value += warp_shfl_xor(value, mask);
-    if (lane == 0) partial[warp] = value;
-    __syncthreads();
-    value = lane < warps ? partial[lane] : 0.0;
-    for (int mask = 16; mask > 0; mask /= 2) value += warp_shfl_xor(value, mask);
-    return value;
-}
-
 // Eight running sums a thread in float32, over at most chunk / blockDim.x elements.
 template <typename G>
 __global__ void __launch_bounds__(LAUNCH_THREADS)
@@ -40,13 +28,13 @@ __global__ void __launch_bounds__(LAUNCH_THREADS)
     if (threadIdx.x == 0) partial[blockIdx.x] = total;
 }
 
-// One block. Either output may be null.
+// One block. Either output may be null, and so may loss: it must be finite for the gradient to be usable.
 template <typename C>
 __global__ void __launch_bounds__(1024)
     grad_norm_finish(float* __restrict__ out,     // (3,) norm of the mean, scale, usable
                      double* __restrict__ total,  // (1,) sum of squares
-                     const double* __restrict__ partial, const C* __restrict__ count, int size,
-                     float max_norm) {
+                     const double* __restrict__ partial, const C* __restrict__ count,
+                     const float* __restrict__ loss, int size, float max_norm) {
     double sum = 0.0;
     for (int i = threadIdx.x; i < size; i += blockDim.x) sum += partial[i];
     sum = block_sum_double(sum);
@@ -55,6 +43,7 @@ __global__ void __launch_bounds__(1024)
     if (out == nullptr) return;
     double tokens = double(*count);
     bool usable = sum < INFINITY && tokens > 0.0;  // false for NaN
+    if (loss != nullptr) usable = usable && fabsf(*loss) < INFINITY;
     double norm = sqrt(sum) / (tokens > 0.0 ? tokens : 1.0);
     double clip = double(max_norm) / (norm + 1e-6);
     out[0] = float(norm);

@@ -54,3 +54,15 @@ __device__ __forceinline__ void store_group(T* p, const float (&x)[GROUP], int c
             if (j < count) p[j] = from_float<T>(x[j]);
     }
 }
+
+// Sum over a block of double values, known to all threads; block_sum of common.cuh in double.
+__device__ __forceinline__ double block_sum_double(double value) {
+    __shared__ double partial[32];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    for (int mask = 16; mask > 0; mask /= 2) value += warp_shfl_xor(value, mask);
+    if (lane == 0) partial[warp] = value;
+    __syncthreads();
+    value = lane < warps ? partial[lane] : 0.0;
+    for (int mask = 16; mask > 0; mask /= 2) value += warp_shfl_xor(value, mask);
+    return value;
+}

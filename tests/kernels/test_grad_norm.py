@@ -126,6 +126,14 @@ def test_no_tokens_is_flagged(dtype, device):
     assert got[1:].tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("loss", [3.0e38, math.inf, -math.inf, math.nan])
+def test_loss_that_is_not_finite_is_flagged(loss, device):
+    grads = grad_table([to_device(np.full(4, 0.5, np.float32), device)])
+    of_loss = to_device(np.array(loss, np.float32), device)
+    got = to_host(grad_norm(grads, one(1, "int32", device), loss=of_loss))
+    assert got.tolist() == ([1, 1, 1] if math.isfinite(loss) else [1, 0, 0])
+
+
 def test_zero_gradient_is_usable(device):
     grads = grad_table([to_device(np.zeros(9, np.float32), device)])
     got = to_host(grad_norm(grads, one(4, "int32", device), max_norm=1.0))

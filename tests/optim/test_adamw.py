@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from surogate.kernels import tree
+from surogate.kernels.adamw8bit import Moment8, decode
 from surogate.kernels.arrays import BF16
 from surogate.optim import adamw, clip
 from surogate.optim.adamw import AdamWConfig, AdamWPlan, AdamWState
@@ -29,7 +30,7 @@ class Model(NamedTuple):
 
 def model(dtype: str, device: str, *, seed: int = 0) -> Model:
     """Two layers; the second has no bias and no adapter."""
-    shapes = ((9, 16), (16,), (9,), (3, 8, 5), (9, 4), (4, 16), (16,), (7, 16), (5, 3))
+    shapes = ((9, 16), (16,), (9,), (3, 8, 5), (9, 4), (4, 16), (16,), (70, 80), (5, 3))
     x = normal(dtype, *shapes, seed=seed, device=device)
     first = Layer(x[0], x[1], x[2], x[3], {"a": x[5], "b": x[4]})
     second = Layer(x[7], x[6], None, None, None)
@@ -84,6 +85,19 @@ def test_matrices_decay_and_vectors_do_not():
         same_bits(after, before * np.float32(0.75) if before.ndim >= 2 else before)
 
 
+def test_cautious_decay_spares_weights_that_the_step_grows(device):
+    """Weights that step and decay both shrink, that the step grows, and zeros: Adam's first step is
+    lr against the gradient's sign.
+    """
+    start = np.array([[1, -1, 1, -1, 0, 2]], np.float32)
+    grad = np.array([[1, -1, -1, 1, 1, 0]], np.float32)
+    config = AdamWConfig(weight_decay=0.5, cautious=True, epsilon=1e-30)
+    params, grads = to_device(start, device), to_device(grad, device)
+    got, _ = adamw.update(params, grads, adamw.init(params, config), config, lr=0.25)
+    want = [[0.875 - 0.25, -0.875 + 0.25, 1 + 0.25, -1 - 0.25, -0.25, 1.75]]
+    close(got, np.array(want), "float32")
+
+
 CONFIGS = {
     "float32": ("float32", AdamWConfig(weight_decay=0.1)),
     "master": ("bfloat16", AdamWConfig(weight_decay=0.1)),
@@ -91,6 +105,7 @@ CONFIGS = {
         "bfloat16",
         AdamWConfig(moment_dtype="bfloat16", master_dtype="bfloat16", seed=3),
     ),
+    "uint8": ("bfloat16", AdamWConfig(moment_dtype="uint8", weight_decay=0.1, cautious=True)),
 }
 either = pytest.mark.parametrize("name", CONFIGS)
 
@@ -110,12 +125,20 @@ def test_state_has_what_the_precision_asks_for(name):
     params = model(dtype, "host")
     state = adamw.init(params, config)
     assert state.step == 0
-    for param, m, v in zip(*(tree.leaves(t) for t in (params, state.m, state.v)), strict=True):
+    moments: list[Any] = []
+    tree.map(lambda *leaves: moments.append(leaves), params, state.m, state.v)
+    for param, m, v in moments:
+        if name == "uint8" and param.size >= 4096:
+            assert isinstance(m, Moment8) and isinstance(v, Moment8)
+            assert m.codes.nbytes + v.codes.nbytes == 2 * param.size
+            assert m.scale.nbytes + v.scale.nbytes == 8 * -(-param.size // 256)
+            assert not decode(m, "m").any() and not decode(v, "v").any()
+            continue
         assert m.dtype == v.dtype == (BF16 if name == "bfloat16" else np.float32)
         assert m.shape == v.shape == param.shape
         assert not m.any() and not v.any()
     masters = tree.leaves(state.master)
-    if name == "master":
+    if name in ("master", "uint8"):
         same_tree(tree.map(lambda p: p.astype(np.float32), params), state.master)
     else:
         assert masters == []
@@ -226,6 +249,7 @@ def test_a_state_that_does_not_fit_is_refused():
         (named, CONFIGS["bfloat16"][1], "do not use: master.head.weight"),
         ({**named, "m.head.weight": np.ones(15, np.float32)}, config, r"must be float32\(5, 3\)"),
         (named, AdamWConfig(moment_dtype="bfloat16"), "must be bfloat16"),
+        (named, CONFIGS["uint8"][1], "lacks m.layers.1.weight.codes"),
     ):
         with pytest.raises(ValueError, match=message):
             state_from_named(broken, params, settings)
