@@ -30,8 +30,35 @@ FINALISTS = 4  # of those, measured again
 ROUNDS = 5
 COMPARED_BYTES = 64 << 20  # of a result, when two runs are compared
 
-CUDA_TYPES = {"float32": 0, "bfloat16": 14}  # cudaDataType_t
+FOUR_BITS = "float4_e2m1fn"
+CUDA_TYPES = {  # cudaDataType_t
+    "float32": 0, "bfloat16": 14, "float8_e4m3fn": 28, "float8_e5m2": 29, FOUR_BITS: 33,
+}  # fmt: skip
 COMPUTE_32F = 68  # cublasComputeType_t: sums in float32; float32 input is not cut to TF32
+
+
+class Scaling(NamedTuple):
+    """Of a and b as codes of 8 or 4 bits: their types, and what each is multiplied by.
+
+    An inverse is one number at an address of 16 bytes, or one for each row of out (a) and each
+    column (b); of 4-bit codes, E4M3 scales of 16 values in tiles (kernels/nvfp4.py). ``fast`` lets
+    tensor cores add up in fewer bits than float32 has.
+    """
+
+    a_type: str
+    b_type: str
+    a_inverse: Any
+    b_inverse: Any
+    fast: bool
+
+    @property
+    def by_row(self) -> bool:
+        """Whether there are numbers for each row and column."""
+        return self.a_inverse.size > 1
+
+    def kind(self) -> tuple[str, str, bool, bool]:
+        """What an algorithm depends on."""
+        return self.a_type, self.b_type, self.by_row, self.fast
 
 
 class Call(NamedTuple):
@@ -44,6 +71,8 @@ class Call(NamedTuple):
     out: Any
     transpose_a: bool
     transpose_b: bool
+    scaling: Scaling | None = None
+    device_alpha: bool = False  # alpha is an array
 
     def alignment(self) -> int:
         """The power of two, at most 16, that divides every address."""
@@ -56,12 +85,13 @@ class Call(NamedTuple):
 
     def key(self) -> Any:
         """Whatever decides the plan, as cheap as it can be: this runs at every call."""
-        a, b, added, bias, out, transpose_a, transpose_b = self
+        a, b, added, bias, out, transpose_a, transpose_b, scaling, device_alpha = self
         return (
             a.data.device_id, a.shape, a.strides, a.dtype.num, b.shape, b.strides, b.dtype.num,
             out.shape, out.strides, out.dtype.num, transpose_a, transpose_b,
             added is not None and (added is out or (added.shape, added.strides, added.dtype.num)),
             bias is not None and (bias.shape, bias.strides, bias.dtype.num), self.alignment(),
+            scaling and scaling.kind(), device_alpha,
         )  # fmt: skip
 
 
@@ -85,6 +115,11 @@ class Matrix(NamedTuple):
         )
         return cls(str(x.dtype), rows, columns, leading)
 
+    def coded(self, dtype: str) -> "Matrix":
+        """Bytes as codes of a type; two of 4 bits share a byte."""
+        each = 2 if dtype == FOUR_BITS else 1
+        return Matrix(dtype, self.rows, each * self.columns, each * self.leading)
+
 
 class Problem(NamedTuple):
     """What an algorithm is chosen for; also its name on disk."""
@@ -98,19 +133,23 @@ class Problem(NamedTuple):
     transpose_a: bool
     transpose_b: bool
     alignment: int
+    scaling: tuple[str, str, bool, bool] | None
 
     @classmethod
     def of(cls, call: Call) -> "Problem":
         """The problem that a call poses."""
-        a, b, added, bias, out, transpose_a, transpose_b = call
+        a, b, added, bias, out, transpose_a, transpose_b, scaling, _ = call
         require(
             bias is None or bias.flags.c_contiguous,
             "matmul: bias must be contiguous, got a strided view",
         )
+        left, right = Matrix.of("a", a), Matrix.of("b", b)
+        if scaling is not None:
+            left, right = left.coded(scaling.a_type), right.coded(scaling.b_type)
         return cls(
-            Matrix.of("a", a), Matrix.of("b", b),
-            None if added is None else Matrix.of("c", added), Matrix.of("out", out),
+            left, right, None if added is None else Matrix.of("c", added), Matrix.of("out", out),
             added is out, bias is not None, transpose_a, transpose_b, call.alignment(),
+            scaling and scaling.kind(),
         )  # fmt: skip
 
 
@@ -129,8 +168,8 @@ class Plan:
     algorithm: np.ndarray  # 64 opaque bytes
     algorithm_address: int
 
-    def run(self, call: Call, alpha: float) -> None:
-        """Launches the product on the current stream."""
+    def run(self, call: Call, alpha: Any, beta: float = 1.0) -> None:
+        """Launches the product on the current stream. ``beta`` multiplies what is added."""
         import cupy
 
         stream = cupy.cuda.get_current_stream()
@@ -139,12 +178,18 @@ class Plan:
             workspace = _add_workspace(call.a.data.device_id, stream)
         if call.bias is not None:
             _point_at_bias(self.lt, self.operation, call.bias)
+        if call.scaling is not None:
+            _point_at_inverses(self.lt, self.operation, call.scaling)
         layout_b, layout_a, layout_added, layout_out = self.layouts
         out = call.out.data.ptr
-        added, beta = (out, 0.0) if call.added is None else (call.added.data.ptr, 1.0)
+        added, beta = (out, 0.0) if call.added is None else (call.added.data.ptr, beta)
+        if call.device_alpha:
+            factors = (alpha.data.ptr, _device_address(call.a.data.device_id, beta))
+        else:
+            factors = (_address(alpha), _address(beta))
         self.lt.matmul(
-            self.handle, self.operation, _address(alpha), call.b.data.ptr, layout_b,
-            call.a.data.ptr, layout_a, _address(beta), added, layout_added, out, layout_out,
+            self.handle, self.operation, factors[0], call.b.data.ptr, layout_b,
+            call.a.data.ptr, layout_a, factors[1], added, layout_added, out, layout_out,
             self.algorithm_address, workspace.ptr, WORKSPACE_BYTES, stream.ptr,
         )  # fmt: skip
 
@@ -159,9 +204,10 @@ plans: dict[Any, Plan] = {}  # by Call.key()
 _handles: dict[int, int] = {}
 _workspaces: dict[tuple[int, int], Any] = {}
 _scalars: dict[float, ctypes.c_float] = {}
+_device_scalars: dict[tuple[int, float], Any] = {}
 
 
-def add_plan(key: Any, call: Call, alpha: float) -> Plan:
+def add_plan(key: Any, call: Call, alpha: Any) -> Plan:
     """Finds the algorithm of a product that is met for the first time. ``out`` may be overwritten.
 
     Raises RuntimeError when the current stream is being captured, ImportError without nvmath.
@@ -176,6 +222,17 @@ def _address(value: float) -> int:
     if scalar is None:
         scalar = _scalars[value] = ctypes.c_float(value)
     return ctypes.addressof(scalar)
+
+
+def _device_address(device: int, value: float) -> int:
+    """The same on a card."""
+    import cupy
+
+    scalar = _device_scalars.get((device, value))
+    if scalar is None:
+        _refuse_capture(cupy.cuda.get_current_stream(), f"first product with beta {value}")
+        scalar = _device_scalars[device, value] = cupy.full(1, value, cupy.float32)
+    return scalar.data.ptr
 
 
 def _library() -> Any:
@@ -207,7 +264,7 @@ def _add_workspace(device: int, stream: Any) -> Any:
     return workspace
 
 
-def _new_plan(call: Call, problem: Problem, alpha: float) -> Plan:
+def _new_plan(call: Call, problem: Problem, alpha: Any) -> Plan:
     import cupy
 
     _refuse_capture(cupy.cuda.get_current_stream(), f"first product of {problem}")
@@ -218,7 +275,7 @@ def _new_plan(call: Call, problem: Problem, alpha: float) -> Plan:
         _handles[device] = lt.create()
     algorithm = np.zeros(1, lt.matmul_heuristic_result_dtype["algo"])
     plan = Plan(
-        lt, _handles[device], _operation(lt, problem, call.bias), _layouts(lt, problem),
+        lt, _handles[device], _operation(lt, problem, call), _layouts(lt, problem),
         algorithm, algorithm.ctypes.data,
     )  # fmt: skip
     path = _path(lt, device, problem)
@@ -241,7 +298,15 @@ def _point_at_bias(lt: Any, operation: int, bias: Any) -> None:
     _set(lt.matmul_desc_set_attribute, operation, attribute, bias.data.ptr, np.uint64)
 
 
-def _operation(lt: Any, problem: Problem, bias: Any) -> int:
+def _point_at_inverses(lt: Any, operation: int, scaling: Scaling) -> None:
+    """cuBLASLt's A is our b."""
+    attribute, put = lt.MatmulDescAttribute, lt.matmul_desc_set_attribute
+    _set(put, operation, attribute.A_SCALE_POINTER, scaling.b_inverse.data.ptr, np.uint64)
+    _set(put, operation, attribute.B_SCALE_POINTER, scaling.a_inverse.data.ptr, np.uint64)
+
+
+def _operation(lt: Any, problem: Problem, call: Call) -> int:
+    bias, scaling = call.bias, call.scaling
     operation = lt.matmul_desc_create(COMPUTE_32F, CUDA_TYPES["float32"])
     attribute = lt.MatmulDescAttribute
     put = lt.matmul_desc_set_attribute
@@ -250,6 +315,16 @@ def _operation(lt: Any, problem: Problem, bias: Any) -> int:
     if bias is not None:
         _set(put, operation, attribute.EPILOGUE, lt.Epilogue.BIAS, np.uint32)
         _point_at_bias(lt, operation, bias)  # the heuristics read its alignment off this address
+    if call.device_alpha:
+        _set(put, operation, attribute.POINTER_MODE, lt.PointerMode.DEVICE, np.int32)
+    if scaling is not None:
+        _set(put, operation, attribute.FAST_ACCUM, scaling.fast, np.int8)
+        if scaling.by_row:
+            modes = lt.MatmulMatrixScale
+            mode = modes.VEC16_UE4M3 if scaling.a_type == FOUR_BITS else modes.OUTER_VEC_32F
+            _set(put, operation, attribute.A_SCALE_MODE, mode, np.int32)
+            _set(put, operation, attribute.B_SCALE_MODE, mode, np.int32)
+        _point_at_inverses(lt, operation, scaling)
     return operation
 
 
@@ -314,7 +389,7 @@ def by_speed(count: int, measure: Callable[[int], float | None]) -> list[tuple[f
     return ranked + first[FINALISTS:]
 
 
-def _tune(plan: Plan, problem: Problem, call: Call, alpha: float) -> tuple[Plan, float]:
+def _tune(plan: Plan, problem: Problem, call: Call, alpha: Any) -> tuple[Plan, float]:
     """The fastest repeatable algorithm and its microseconds.
 
     Runs write to out itself, whose values wait on the host if they are needed: tuning at the peak
@@ -354,7 +429,7 @@ class _Saved:
             self.out[...] = self.values
 
 
-def _time(plan: Plan, call: Call, alpha: float) -> float | None:
+def _time(plan: Plan, call: Call, alpha: Any) -> float | None:
     """Seconds of one run with a cool L2 cache; None where the algorithm does not run after all."""
     import cupy
 

@@ -20,7 +20,8 @@ room the two products are as above. dB is then one product for all parts, dy^T t
 parts' blocks are taken.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -42,7 +43,7 @@ from surogate.kernels.arrays import (
 from surogate.kernels.matmul import matmul
 from surogate.kernels.nvrtc import THREADS, Source, ctype, vector_width
 from surogate.kernels.pair import Pair
-from surogate.kernels.widened import MAX_PARTS, Parts, Widened, plain, room, take_diagonal
+from surogate.kernels.widened import MAX_PARTS, Blocks, Parts, Widened, plain, room, take_diagonal
 
 NEEDS_X = "linear_bwd: x was not kept (keep_x=False): pass x"
 ROWS_PER_SLICE = 256  # of a column sum: enough blocks for a card from 2048 tokens on
@@ -79,6 +80,30 @@ class LinearInto(NamedTuple):
     lora: Any = None
 
 
+class Products(NamedTuple):
+    """Which of a weight's products a recipe computes; the others take the arrays as they are."""
+
+    forward: bool = True
+    dgrad: bool = True
+    wgrad: bool = True
+
+
+class RecipeWeight:
+    """Base of weights whose products are not plain ones: ``linear`` is their linear_fwd and
+    linear_bwd, ``residuals`` their linear_residuals.
+    """
+
+    linear: ClassVar[Pair]
+    residuals: ClassVar[Callable[..., Any]]
+    shape: tuple[int, int]
+    blocks: Blocks | None  # of an adapter, kept up to date by a Refresh
+
+    @property
+    def stored(self) -> Array:
+        """An array that tells this weight from another: its codes, or some of them."""
+        raise NotImplementedError
+
+
 class LinearResiduals(NamedTuple):
     """``x`` is None when the caller will bring it back; ``t`` is x A^T.
 
@@ -97,7 +122,7 @@ class LinearResiduals(NamedTuple):
 
 def linear_fwd(
     x: Float[Array, "tokens inner"],
-    weight: Float[Array, "outer inner"] | Widened,
+    weight: Float[Array, "outer inner"] | Widened | RecipeWeight,
     bias: Float[Array, " outer"] | None = None,
     lora: LoRA | None = None,
     residual: Float[Array, "tokens outer"] | None = None,
@@ -105,7 +130,7 @@ def linear_fwd(
     parts: Parts = (),
     scale: float = 1.0,
     keep_x: bool = True,
-) -> tuple[Float[Array, "tokens outer"], LinearResiduals]:
+) -> tuple[Float[Array, "tokens outer"], Any]:
     """Returns y, and what linear_bwd needs.
 
     ``parts`` are the row ranges [start, stop) of weight that ``lora`` adapts, ascending; none
@@ -115,20 +140,49 @@ def linear_fwd(
     A widened weight must hold ``lora`` and ``scale`` already (``Refresh``), whose values are not
     read here; without ``lora`` it is W alone. Room behind x is overwritten.
     """
+    if isinstance(weight, RecipeWeight):
+        return weight.linear.fwd(
+            x, weight, bias, lora, residual, parts=parts, scale=scale, keep_x=keep_x
+        )
     if lora is not None:
-        parts = _checked(lora, parts, *weight.shape)
+        parts = checked_parts(lora, parts, *weight.shape)
     if lora is not None and isinstance(weight, Widened):
         y, t = _widened_fwd(x, weight, bias, residual)
         t = t if keep_x else None
     else:
         weight = plain(weight)
         y, t = _fwd(x, weight, bias, lora, residual, parts, scale)
+    assert not isinstance(weight, RecipeWeight)
     kept = x if keep_x else None
     return y, LinearResiduals(kept, weight, bias, lora, t, parts, scale, residual is not None)
 
 
+def linear_residuals(
+    x: Float[Array, "tokens inner"],
+    weight: Float[Array, "outer inner"] | Widened | RecipeWeight,
+    bias: Float[Array, " outer"] | None = None,
+    lora: LoRA | None = None,
+    *,
+    parts: Parts = (),
+    scale: float = 1.0,
+    has_residual: bool = False,
+) -> Any:
+    """The residuals of linear_fwd alone, for who has y or needs none: without the large product."""
+    if isinstance(weight, RecipeWeight):
+        settings: dict[str, Any] = {"parts": parts, "scale": scale, "has_residual": has_residual}
+        return weight.residuals(x, weight, bias, lora, **settings)
+    if lora is None:
+        return LinearResiduals(x, plain(weight), bias, None, None, parts, scale, has_residual)
+    parts = checked_parts(lora, parts, *weight.shape)
+    if isinstance(weight, Widened):
+        t, _ = _beside(x, weight.extra, weight.down, transpose_b=True)
+    else:
+        t = matmul(x, lora.a, transpose_b=True)
+    return LinearResiduals(x, weight, bias, lora, t, parts, scale, has_residual)
+
+
 def linear_bwd(
-    res: LinearResiduals,
+    res: Any,
     dy: Float[Array, "tokens outer"],
     *,
     into: LinearInto | None = None,
@@ -146,20 +200,30 @@ def linear_bwd(
     ``x`` is the input, for residuals that left it out. Fresh gradients have their parameter's type.
     """
     into = LinearInto() if into is None else into
+    if isinstance(res.weight, RecipeWeight):
+        found: tuple[Any, Any, Any, Any, Any] = res.weight.linear.bwd(
+            res, dy, into=into, need_dx=need_dx, x=x
+        )
+        return found
     x = res.x if x is None else x
-    need_dt = res.lora is not None and (need_dx or not _is_frozen(into.lora, "a"))
+    need_dt = res.lora is not None and (need_dx or not is_frozen(into.lora, "a"))
     through = _widened_dx if isinstance(res.weight, Widened) else _dx
     dt, dx = through(res, dy, need_dx, need_dt)
-    dweight = _weight_gradient(dy, x, into.weight, res.weight)
+    dweight = weight_gradient(dy, x, into.weight, res.weight)
     dbias = None
     if res.bias is not None and into.bias is not FROZEN:
         dbias = column_sum(dy, into=into.bias, dtype=res.bias.dtype)
     dlora = None
     if res.lora is not None and into.lora is not FROZEN:
         da_into, db_into = (None, None) if into.lora is None else into.lora
-        da = _weight_gradient(dt, x, da_into, res.lora.a)
+        da = weight_gradient(dt, x, da_into, res.lora.a)
         dlora = LoRA(da, _b_gradient(res, res.lora.b, dy, x, db_into))
     return dx, dweight, dbias, dlora, dy if res.has_residual else None
+
+
+def needs_x(res: Any) -> bool:
+    """Whether the residuals of a linear_fwd must be brought x for its backward."""
+    return res.x is None and getattr(res, "codes", None) is None
 
 
 def _fwd(
@@ -170,7 +234,7 @@ def _fwd(
     if lora is None:
         return y, None
     t = matmul(x, lora.a, transpose_b=True)
-    spread = _spread(lora.b, parts, len(weight))
+    spread = spread_b(lora.b, parts, len(weight))
     return matmul(t, spread, transpose_b=True, out=y, accumulate=True, alpha=scale), t
 
 
@@ -178,7 +242,7 @@ def _dx(res: LinearResiduals, dy: Any, need_dx: bool, need_dt: bool) -> tuple[An
     """(dt, dx) of a plain weight."""
     dt = dx = None
     if res.lora is not None and need_dt:
-        dt = matmul(dy, _spread(res.lora.b, res.parts, dy.shape[1]), alpha=res.scale)
+        dt = matmul(dy, spread_b(res.lora.b, res.parts, dy.shape[1]), alpha=res.scale)
     if need_dx:
         dx = matmul(dy, plain(res.weight))
         if res.lora is not None and dt is not None:
@@ -218,11 +282,11 @@ def _beside(x: Any, extra: int, block: Any, *, transpose_b: bool = False) -> tup
     return matmul(x, block, transpose_b=transpose_b, out=out), wide
 
 
-def _is_frozen(into: Any, field: str) -> bool:
+def is_frozen(into: Any, field: str) -> bool:
     return into is FROZEN or (into is not None and getattr(into, field) is FROZEN)
 
 
-def _weight_gradient(dy: Any, x: Any, into: Any, weight: Any) -> Any:
+def weight_gradient(dy: Any, x: Any, into: Any, weight: Any) -> Any:
     """dy^T x, added to ``into`` inside the product."""
     if into is FROZEN:
         return None
@@ -232,36 +296,52 @@ def _weight_gradient(dy: Any, x: Any, into: Any, weight: Any) -> Any:
 
 
 def _b_gradient(res: LinearResiduals, b: Any, dy: Any, x: Any, into: Any) -> Any:
-    """scale * dy_p^T t_p of each part, straight into its rows; with a widened weight the parts
-    share one product.
+    """dB of a plain or widened weight; t is computed again where x brought it."""
+    weight, t = res.weight, res.t
+    if isinstance(weight, Widened) and t is None and into is not FROZEN:
+        require(x is not None, NEEDS_X)
+        t, _ = _beside(x, weight.extra, weight.down, transpose_b=True)
+    at_once = isinstance(weight, Widened)
+    return b_gradient(dy, t, b, parts=res.parts, scale=res.scale, into=into, at_once=at_once)
+
+
+def b_gradient(
+    dy: Float[Array, "tokens outer"],
+    t: Float[Array, "tokens ranks"] | None,
+    b: Float[Array, "adapted rank"],
+    *,
+    parts: Parts,
+    scale: float,
+    into: Any,
+    at_once: bool,
+) -> Float[Array, "adapted rank"] | None:
+    """dB_p = scale * dy_p^T t_p, or None if ``into`` is FROZEN.
+
+    ``at_once``: parts share one product with every t, of which theirs are taken.
     """
     if into is FROZEN:
         return None
-    weight, rank, t = res.weight, b.shape[1], res.t
-    if isinstance(weight, Widened):
-        if t is None:
-            require(x is not None, NEEDS_X)
-            t, _ = _beside(x, weight.extra, weight.down, transpose_b=True)
-        if len(res.parts) > 1:
-            product = matmul(dy, t, transpose_a=True, alpha=res.scale, dtype=compute_dtype(dy))
-            return take_diagonal(product, parts=res.parts, rank=rank, into=into, dtype=b.dtype)
     assert t is not None, "an adapter keeps t"
+    rank = b.shape[1]
+    if at_once and len(parts) > 1:
+        product = matmul(dy, t, transpose_a=True, alpha=scale, dtype=compute_dtype(dy))
+        return take_diagonal(product, parts=parts, rank=rank, into=into, dtype=b.dtype)
     db, accumulate = destination(into, b.shape, b.dtype, like=dy)
     row = 0
-    for part, (start, stop) in enumerate(res.parts):
+    for part, (start, stop) in enumerate(parts):
         matmul(
             dy[:, start:stop],
             t[:, part * rank : (part + 1) * rank],
             transpose_a=True,
             out=db[row : row + stop - start],
             accumulate=accumulate,
-            alpha=res.scale,
+            alpha=scale,
         )
         row += stop - start
     return db
 
 
-def _checked(lora: LoRA, parts: Parts, outer: int, inner: int) -> Parts:
+def checked_parts(lora: LoRA, parts: Parts, outer: int, inner: int) -> Parts:
     """The parts, given or implied, after a look at the adapter's shapes."""
     parts = parts or ((0, outer),)
     require(len(parts) <= MAX_PARTS, f"linear_fwd: at most {MAX_PARTS} parts, got {len(parts)}")
@@ -279,7 +359,7 @@ def _checked(lora: LoRA, parts: Parts, outer: int, inner: int) -> Parts:
     return parts
 
 
-def _spread(b: Any, parts: Parts, outer: int) -> Any:
+def spread_b(b: Any, parts: Parts, outer: int) -> Any:
     """D of the head of this file: b itself when its one part is all rows."""
     if parts == ((0, outer),):
         return b

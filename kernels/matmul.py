@@ -1,4 +1,4 @@
-"""Products of row-major matrices: out = alpha * op(a) op(b) + bias, plus c or what out held.
+"""Products of row-major matrices: out = alpha op(a) op(b) + bias, plus beta c or beta out.
 
 op transposes or does not. Sums are in float32 (float64 for float64 input, on the host alone), and
 the result is rounded once. Cards run cuBLASLt through kernels/cublaslt.py.
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 
 from surogate.kernels import cublaslt
 from surogate.kernels.arrays import BF16, F32, Array, empty, require, upcast
@@ -45,6 +45,12 @@ def record(products: list[Product]) -> Iterator[list[Product]]:
         _recorders.pop()
 
 
+def note_product(rows: int, columns: int, inner: int, dtype: str) -> None:
+    """Tells ``record`` of a product."""
+    for products in _recorders:
+        products.append(Product(rows, columns, inner, dtype))
+
+
 def matmul(
     a: Float[Array, "a_rows a_columns"],
     b: Float[Array, "b_rows b_columns"],
@@ -55,14 +61,17 @@ def matmul(
     bias: Float[Array, " columns"] | None = None,
     out: Float[Array, "rows columns"] | None = None,
     accumulate: bool = False,
-    alpha: float = 1.0,
+    alpha: float | Float32[Array, "1"] = 1.0,
+    beta: float = 1.0,
     dtype: Any = None,
 ) -> Float[Array, "rows columns"]:
-    """Returns out = alpha * op(a) op(b) + bias + c, or adds that to ``out`` when ``accumulate``.
+    """Returns out = alpha * op(a) op(b) + bias + beta * c, or with ``accumulate`` beta * what out
+    held in place of c.
 
     Rows may be farther apart than they are long (slices of columns); the elements of a row must be
     neighbours. a and b are both bfloat16 (out: bfloat16 or float32), both float32, or on the host
     both float64; c and bias are of the type of out. A fresh out is of ``dtype``, or the type of a.
+    ``alpha`` may be an array beside a and b, which is read when the product runs.
 
     Raises ValueError for what cannot be multiplied, and RuntimeError for a product that a card
     meets for the first time while its stream is being captured into a graph.
@@ -77,22 +86,25 @@ def matmul(
         require(not accumulate, "matmul: accumulate adds to out: pass out")
         out = empty((rows, columns), a.dtype if dtype is None else dtype, like=a)
     require(c is None or not accumulate, "matmul: c and accumulate exclude each other")
-    for products in _recorders:
-        products.append(Product(rows, columns, inner, str(a.dtype)))
+    note_product(rows, columns, inner, str(a.dtype))
     if isinstance(a, np.ndarray):
         _check(a, b, c, bias, out, (rows, columns))
-        _host(a.T if transpose_a else a, b.T if transpose_b else b, c, bias, out, accumulate, alpha)
+        left, right = a.T if transpose_a else a, b.T if transpose_b else b
+        _host(left, right, c, bias, out, accumulate, alpha, beta)
         return out
-    call = cublaslt.Call(a, b, out if accumulate else c, bias, out, transpose_a, transpose_b)
+    call = cublaslt.Call(
+        a, b, out if accumulate else c, bias, out, transpose_a, transpose_b,
+        device_alpha=getattr(alpha, "ndim", 0) > 0,
+    )  # fmt: skip
     key = call.key()
     plan = cublaslt.plans.get(key)
     if plan is None:
         _check(a, b, c, bias, out, (rows, columns))
         if out.size == 0 or inner == 0:
-            _without_terms(call)
+            _without_terms(call, beta)
             return out
         plan = cublaslt.add_plan(key, call, alpha)
-    plan.run(call, alpha)
+    plan.run(call, alpha, beta)
     return out
 
 
@@ -116,24 +128,25 @@ def _check(a: Any, b: Any, c: Any, bias: Any, out: Any, shape: tuple[int, int]) 
 
 
 def _host(
-    left: Any, right: Any, c: Any, bias: Any, out: Any, accumulate: bool, alpha: float
+    left: Any, right: Any, c: Any, bias: Any, out: Any, accumulate: bool, alpha: Any, beta: float
 ) -> None:
     total = upcast(left) @ upcast(right)
+    alpha = alpha.item() if isinstance(alpha, np.ndarray) else alpha
     if alpha != 1.0:
         total *= total.dtype.type(alpha)
-    for term in (c, bias, out if accumulate else None):
+    for term, factor in ((c, beta), (bias, 1.0), (out if accumulate else None, beta)):
         if term is not None:
-            total += upcast(term)
+            total += upcast(term) if factor == 1.0 else upcast(term) * total.dtype.type(factor)
     out[...] = total.astype(out.dtype, copy=False)
 
 
-def _without_terms(call: cublaslt.Call) -> None:
+def _without_terms(call: cublaslt.Call, beta: float) -> None:
     """A product on a card that has nothing to sum: zeros, or what is added."""
     require(call.bias is None or call.out.size == 0, "matmul: bias needs an inner size above 0")
     if call.added is None:
         call.out.fill(0)
-    elif call.added is not call.out:
-        call.out[...] = call.added
+    elif call.added is not call.out or beta != 1.0:
+        call.out[...] = call.added * beta
 
 
 def matmul_ref(

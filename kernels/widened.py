@@ -129,6 +129,29 @@ class Widened:
         return 2
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Blocks:
+    """A and s D alone, [extra, inner] and [outer, extra], for a weight that is no array of floats.
+
+    The ranks are filled up with zeros to ``extra``, as in a Widened.
+    """
+
+    down: Float[Array, "extra inner"]
+    up: Float[Array, "outer extra"]
+
+    @classmethod
+    def blank(cls, shape: tuple[int, ...], ranks: int, dtype: Any, *, like: Any) -> "Blocks":
+        """Zeros, beside ``like``: refresh them."""
+        (outer, inner), extra = shape, extra_of(ranks)
+        down = zeros((extra, inner), dtype, like=like)
+        return cls(down, zeros((outer, extra), dtype, like=like))
+
+    @property
+    def outer(self) -> int:
+        """Rows of the weight."""
+        return self.up.shape[0]
+
+
 def plain(weight: Any) -> Any:
     """W itself of a Widened leaf; any other leaf as it is."""
     return weight.weight if isinstance(weight, Widened) else weight
@@ -136,11 +159,12 @@ def plain(weight: Any) -> Any:
 
 def with_room(like: Float[Array, "tokens _"], columns: int, weight: Any) -> Any:
     """Fresh rows for ``out=``, beside ``like`` and as many: [tokens, columns], with room behind
-    each for what a product with ``weight`` writes there. None for a plain weight, which needs none.
+    each for what a product with ``weight`` writes there. None for a weight that needs none.
     """
-    if not isinstance(weight, Widened):
+    extra = getattr(weight, "extra", 0)
+    if not extra:
         return None
-    return empty((len(like), columns + weight.extra), like.dtype, like=like)[:, :columns]
+    return empty((len(like), columns + extra), like.dtype, like=like)[:, :columns]
 
 
 def room(x: Float[Array, "tokens columns"], extra: int) -> Any:
@@ -162,7 +186,7 @@ def _same_start(base: Any, view: Any) -> bool:
 class Adapted(NamedTuple):
     """A widened weight, and the pair that its blocks hold: A, B and the row ranges of its parts."""
 
-    weight: Widened
+    weight: Widened | Blocks
     a: Float[Array, "parts_rank inner"]
     b: Float[Array, "adapted rank"]
     parts: Parts

@@ -71,6 +71,17 @@ def test_what_is_added(addend, dtype, out_dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("inner", [16, 0])
+def test_beta_scales_what_is_added(inner, device):
+    a, b = normal("bfloat16", (24, inner), (inner, 40), device=device)
+    c = normal("bfloat16", (24, 40), seed=1, device=device)
+    want = 0.5 * exact(a, b) - 2.25 * to_host(c).astype(np.float64)
+    close(matmul(a, b, c=c, alpha=0.5, beta=-2.25), want, "bfloat16", scale=4.0)
+    matmul(a, b, out=c, accumulate=True, alpha=0.5, beta=-2.25)
+    close(c, want, "bfloat16", scale=4.0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("offset", [0, 1, 8])  # columns: aligned, not even by 4 bytes, by 16
 def test_slices_of_columns(offset, device):
     rows, columns, inner = 16, 24, 32

@@ -1,0 +1,309 @@
+"""linear (see linear.py) with products of 8-bit codes, at the scales of kernels/fp8.py.
+
+    y = residual + cast(x) cast(W)^T + bias + s (x A^T) D^T
+    dx = cast(dy) cast(W) + s (dy D) A        dW = cast(dy)^T cast(x)
+
+x and W are cast to E4M3 and dy to E5M2. Gradients are those of the products, as if casts were the
+identity (straight through). Sums are in float32; the products that ``fast`` names let tensor cores
+keep fewer bits, about 14, which on an H200 makes them a tenth faster. An adapter's own products,
+and its gradients, are bfloat16; its product comes first, and the product of codes adds to it. With
+row scaling dW is a bfloat16 product, since the scales of tokens cannot be taken out of a sum over
+tokens.
+
+Backward needs x for an adapter, and its transposed codes for dW: half of what x itself would take.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jaxtyping import Float
+
+from surogate.kernels.arrays import FROZEN, Array, destination, require
+from surogate.kernels.fp8 import MULTIPLE, Codes, Slot, fp8_cast
+from surogate.kernels.fp8_matmul import fp8_matmul
+from surogate.kernels.linear import (
+    NEEDS_X,
+    LinearInto,
+    LoRA,
+    Products,
+    RecipeWeight,
+    b_gradient,
+    checked_parts,
+    column_sum,
+    is_frozen,
+    spread_b,
+    weight_gradient,
+)
+from surogate.kernels.matmul import matmul
+from surogate.kernels.pair import Pair
+from surogate.kernels.widened import Blocks, Parts
+
+
+class Slots(NamedTuple):
+    """The tensors that a weight's products cast."""
+
+    x: Slot
+    weight: Slot
+    dy: Slot
+
+
+_ALL = Products()
+FAST = Products(forward=True, dgrad=True, wgrad=False)  # whose sums may have fewer bits
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Weight(RecipeWeight):
+    """A weight as codes, for the forward product and turned for the backward one.
+
+    ``weight`` is W itself, which training changes (``recast_``), or None when it is frozen.
+    ``blocks`` hold an adapter ready for its products; a ``Refresh`` keeps them up to date.
+    """
+
+    shape: tuple[int, int]
+    weight: Float[Array, "outer inner"] | None
+    slots: Slots
+    forward: Codes
+    backward: Codes
+    blocks: Blocks | None = None
+    trained: bool = True
+    products: Products = _ALL
+    fast: Products = FAST
+
+    @classmethod
+    def of(
+        cls,
+        weight: Float[Array, "outer inner"],
+        slots: Slots,
+        *,
+        trained: bool,
+        ranks: int = 0,
+        products: Products = _ALL,
+        fast: Products = FAST,
+    ) -> "Fp8Weight":
+        """Casts a weight. It is kept where it is ``trained`` or a product of codes is not wanted;
+        ``ranks`` of an adapter get room for its blocks.
+        """
+        outer, inner = weight.shape
+        require(
+            outer % MULTIPLE == 0 and inner % MULTIPLE == 0,
+            f"fp8: a weight's sizes must be multiples of {MULTIPLE}, got {(outer, inner)}",
+        )
+        blocks = Blocks.blank(weight.shape, ranks, weight.dtype, like=weight) if ranks else None
+        kept = weight if trained or not (products.forward and products.dgrad) else None
+        forward, backward = _cast_weight(weight, slots.weight)
+        return cls((outer, inner), kept, slots, forward, backward, blocks, trained, products, fast)
+
+    @property
+    def stored(self) -> Array:
+        assert self.forward.rows is not None
+        return self.forward.rows
+
+    @property
+    def nbytes(self) -> int:
+        """Of the codes."""
+        return 2 * self.shape[0] * self.shape[1]
+
+    def recast_(self) -> None:
+        """Brings the codes up to date with a weight that has changed."""
+        assert self.weight is not None, "a frozen weight does not change"
+        _cast_weight(self.weight, self.slots.weight, (self.forward, self.backward))
+
+
+def _cast_weight(weight: Any, slot: Slot, out: tuple[Codes, Codes] | None = None) -> Any:
+    """Codes for both products, by the amax of the weight as it is."""
+    if slot.state.scaling == "row":
+        forward = fp8_cast(weight, slot, out=out and out[0])
+        return forward, fp8_cast(weight, slot, rows=False, turned=True, out=out and out[1])
+    both = fp8_cast(weight, slot, turned=True, scaling="tensor", out=out and out[0])
+    return both, both
+
+
+class Fp8LinearResiduals(NamedTuple):
+    """``codes`` are those of x, turned, where dW is to be made of them; ``t`` is x A^T."""
+
+    x: Float[Array, "tokens inner"] | None
+    codes: Codes | None
+    weight: Fp8Weight
+    bias: Float[Array, " outer"] | None
+    lora: LoRA | None
+    t: Float[Array, "tokens ranks"] | None
+    parts: Parts
+    scale: float
+    has_residual: bool
+
+
+def fp8_linear_fwd(
+    x: Float[Array, "tokens inner"],
+    weight: Fp8Weight,
+    bias: Float[Array, " outer"] | None = None,
+    lora: LoRA | None = None,
+    residual: Float[Array, "tokens outer"] | None = None,
+    *,
+    parts: Parts = (),
+    scale: float = 1.0,
+    keep_x: bool = True,
+) -> tuple[Float[Array, "tokens outer"], Fp8LinearResiduals]:
+    """linear_fwd of a weight in codes."""
+    if lora is not None:
+        parts = checked_parts(lora, parts, *weight.shape)
+    turned = _turned(weight) and keep_x
+    forward = weight.products.forward
+    codes = None
+    if forward or turned:
+        codes = fp8_cast(x, weight.slots.x, rows=forward, turned=turned)
+    t = y = None
+    if lora is not None:
+        t, y = adapter_fwd(x, weight, lora, residual, parts, scale)
+    added = y is not None
+    c = None if added else residual
+    if forward:
+        assert codes is not None
+        y = fp8_matmul(
+            codes,
+            weight.forward,
+            bias=bias,
+            c=c,
+            out=y,
+            accumulate=added,
+            fast=weight.fast.forward,
+            dtype=x.dtype,
+        )
+    else:
+        y = matmul(x, _kept(weight), transpose_b=True, bias=bias, c=c, out=y, accumulate=added)
+    kept = x if keep_x and not turned else None
+    codes = codes._replace(rows=None) if turned and codes is not None else None
+    has_residual = residual is not None
+    res = Fp8LinearResiduals(kept, codes, weight, bias, lora, t, parts, scale, has_residual)
+    return y, res
+
+
+def _kept(weight: Fp8Weight) -> Array:
+    """W itself."""
+    assert weight.weight is not None, "kept for products that are left as they are"
+    return weight.weight
+
+
+def _turned(weight: Fp8Weight) -> bool:
+    """Whether dW is a product of codes."""
+    row = weight.slots.x.state.scaling == "row"
+    return weight.trained and weight.products.wgrad and not row
+
+
+def adapter_down(x: Any, weight: RecipeWeight, lora: LoRA) -> Any:
+    """t = x A^T, in as many columns as the weight's blocks have."""
+    down = lora.a if weight.blocks is None else weight.blocks.down
+    return matmul(x, down, transpose_b=True)
+
+
+def adapter_fwd(
+    x: Any, weight: RecipeWeight, lora: LoRA, residual: Any, parts: Parts, scale: float
+) -> tuple[Any, Any]:
+    """(t, residual + s t D^T)"""
+    t = adapter_down(x, weight, lora)
+    if weight.blocks is not None:
+        return t, matmul(t, weight.blocks.up, transpose_b=True, c=residual)
+    spread = spread_b(lora.b, parts, weight.shape[0])
+    return t, matmul(t, spread, transpose_b=True, c=residual, alpha=scale)
+
+
+def fp8_linear_bwd(
+    res: Fp8LinearResiduals,
+    dy: Float[Array, "tokens outer"],
+    *,
+    into: LinearInto,
+    need_dx: bool = True,
+    x: Float[Array, "tokens inner"] | None = None,
+) -> tuple[Any, Any, Any, LoRA | None, Any]:
+    """linear_bwd of a weight in codes."""
+    weight, lora = res.weight, res.lora
+    x = res.x if x is None else x
+    need_dweight = weight.trained and into.weight is not FROZEN
+    turned = need_dweight and _turned(weight)
+    dgrad = need_dx and weight.products.dgrad
+    codes = None
+    if dgrad or turned:
+        codes = fp8_cast(dy, weight.slots.dy, rows=dgrad, turned=turned)
+    dt = dx = None
+    if lora is not None and (need_dx or not is_frozen(into.lora, "a")):
+        dt, dx = adapter_dx(res, dy, need_dx)
+    added = dx is not None
+    if dgrad:
+        assert codes is not None
+        dx = fp8_matmul(
+            codes,
+            weight.backward,
+            turned_b=True,
+            out=dx,
+            accumulate=added,
+            fast=weight.fast.dgrad,
+            dtype=dy.dtype,
+        )
+    elif need_dx:
+        dx = matmul(dy, _kept(weight), out=dx, accumulate=added)
+    dweight = dbias = dlora = None
+    if need_dweight:
+        dweight = _dweight(res, dy, codes, x, into.weight)
+    if res.bias is not None and into.bias is not FROZEN:
+        dbias = column_sum(dy, into=into.bias, dtype=res.bias.dtype)
+    if lora is not None and into.lora is not FROZEN:
+        da_into, db_into = (None, None) if into.lora is None else into.lora
+        da = weight_gradient(dt, x, da_into, lora.a)
+        db = b_gradient(
+            dy, res.t, lora.b, parts=res.parts, scale=res.scale, into=db_into,
+            at_once=weight.blocks is not None,
+        )  # fmt: skip
+        dlora = LoRA(da, db)  # type: ignore[arg-type]  # None where frozen
+    return dx, dweight, dbias, dlora, dy if res.has_residual else None
+
+
+def adapter_dx(res: Any, dy: Any, need_dx: bool) -> tuple[Any, Any]:
+    """(dt, dt A) of dt = s dy D."""
+    lora, blocks = res.lora, res.weight.blocks
+    assert lora is not None
+    if blocks is not None:
+        u = matmul(dy, blocks.up)
+        return u[:, : lora.a.shape[0]], matmul(u, blocks.down) if need_dx else None
+    dt = matmul(dy, spread_b(lora.b, res.parts, dy.shape[1]), alpha=res.scale)
+    return dt, matmul(dt, lora.a) if need_dx else None
+
+
+def _dweight(res: Fp8LinearResiduals, dy: Any, codes: Codes | None, x: Any, into: Any) -> Any:
+    weight = res.weight.weight
+    assert weight is not None
+    if not _turned(res.weight):
+        return weight_gradient(dy, x, into, weight)
+    kept = res.codes
+    if kept is None:
+        require(x is not None, NEEDS_X)
+        kept = fp8_cast(x, res.weight.slots.x, rows=False, turned=True)
+    assert codes is not None
+    out, accumulate = destination(into, weight.shape, weight.dtype, like=dy)
+    fast = res.weight.fast.wgrad
+    return fp8_matmul(
+        codes, kept, turned_a=True, turned_b=True, out=out, accumulate=accumulate, fast=fast
+    )
+
+
+def fp8_linear_residuals(
+    x: Float[Array, "tokens inner"],
+    weight: Fp8Weight,
+    bias: Float[Array, " outer"] | None,
+    lora: LoRA | None,
+    *,
+    parts: Parts,
+    scale: float,
+    has_residual: bool,
+) -> Fp8LinearResiduals:
+    """linear_residuals of a weight in codes."""
+    t = None
+    if lora is not None:
+        parts, t = checked_parts(lora, parts, *weight.shape), adapter_down(x, weight, lora)
+    turned = _turned(weight)
+    codes = fp8_cast(x, weight.slots.x, rows=False, turned=True) if turned else None
+    kept = None if turned else x
+    return Fp8LinearResiduals(kept, codes, weight, bias, lora, t, parts, scale, has_residual)
+
+
+fp8_linear = Pair(fp8_linear_fwd, fp8_linear_bwd)
+Fp8Weight.linear = fp8_linear
+Fp8Weight.residuals = staticmethod(fp8_linear_residuals)
