@@ -21,7 +21,7 @@ from jaxtyping import Float, Int32
 from surogate.kernels.arrays import Array
 from surogate.kernels.attention import attention_bwd_packed, attention_fwd
 from surogate.kernels.batch import Docs
-from surogate.kernels.linear import LinearInto, linear_bwd, linear_fwd
+from surogate.kernels.linear import LinearInto, linear_bwd, linear_fwd, linear_residuals, needs_x
 from surogate.kernels.qk_norm_rope import qk_norm_rope_bwd_, qk_norm_rope_fwd
 from surogate.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 from surogate.kernels.rope import RopeTable
@@ -161,7 +161,7 @@ def attention_block_bwd(
         res.rope, packed, into=(part_of(weights, "q_norm"), part_of(weights, "k_norm"))
     )
     x = res.qkv.x
-    if x is None:
+    if needs_x(res.qkv):
         x = _norm(res.norm.x, layer.attn_norm, layer.w_qkv, config)[0]
     dn, d_w_qkv, d_b_qkv, d_qkv, _ = linear_bwd(
         res.qkv,
@@ -197,8 +197,9 @@ def mlp_block_fwd(
     *,
     settings: Settings,
     keep: bool = True,
-) -> tuple[Float[Array, "tokens hidden"], MLPResiduals]:
-    """Returns x + mlp(norm(x)) and what the backward needs."""
+    need_y: bool = True,
+) -> tuple[Any, MLPResiduals]:
+    """Returns x + mlp(norm(x)) and what the backward needs; without ``need_y``, that alone."""
     n, norm = _norm(x, layer.mlp_norm, layer.w_gate_up, settings.config)
     both, gate_up = linear_fwd(
         n,
@@ -209,6 +210,16 @@ def mlp_block_fwd(
         **settings.adapter("w_gate_up"),
     )
     a, swiglu = _activation(both, layer)
+    if not need_y:
+        down = linear_residuals(
+            a,
+            layer.w_down,
+            None,
+            part_of(adapter, "down"),
+            has_residual=True,
+            **settings.adapter("w_down"),
+        )
+        return None, MLPResiduals(norm, gate_up, swiglu, down)
     y, down = linear_fwd(
         a,
         layer.w_down,
@@ -238,7 +249,7 @@ def mlp_block_bwd(
     adapters.
     """
     weights, adapters = into if into is not None else (None, None)
-    a = res.down.x if res.down.x is not None else _activation(res.swiglu.gate_up, layer)[0]
+    a = _activation(res.swiglu.gate_up, layer)[0] if needs_x(res.down) else res.down.x
     da, d_w_down, _, d_down, _ = linear_bwd(
         res.down,
         dy,
@@ -250,7 +261,7 @@ def mlp_block_bwd(
     d_both: Any = swiglu_bwd(res.swiglu, da, out=with_room(da, 2 * da.shape[1], layer.w_gate_up))
     del da
     n = res.gate_up.x
-    if n is None:
+    if needs_x(res.gate_up):
         n = _norm(res.norm.x, layer.mlp_norm, layer.w_gate_up, settings.config)[0]
     dn, d_w_gate_up, _, d_gate_up, _ = linear_bwd(
         res.gate_up,

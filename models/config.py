@@ -14,10 +14,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from surogate.kernels.quant.checkpoints import Scheme, scheme_of
 from surogate.models.tree import Layer, Model
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 DTYPES = ("bfloat16", "float16", "float32")
+QUANTIZED = "hf_quant_config.json"  # Model-Optimizer's, beside a config.json that is silent
 
 # Keys of a rope dictionary beside rope_type and rope_theta: what a kind needs, what it may have.
 ROPE_KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
@@ -85,6 +87,7 @@ class ModelConfig:
         windows: per layer, how many keys a query sees, itself included; None: all before it.
         max_positions: longest sequence that the model is made for.
         torch_dtype: dtype that the checkpoint declares, if it does.
+        quantized: how the checkpoint's matrices are quantised; None: they are not.
         raw: the config.json, kept for writing back.
     """
 
@@ -105,6 +108,7 @@ class ModelConfig:
     max_positions: int
     initializer_range: float = 0.02
     torch_dtype: str | None = None
+    quantized: Scheme | None = None
     raw: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -128,8 +132,25 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def read_config(directory: str | Path) -> ModelConfig:
-    """Reads config.json of a checkpoint directory. Raises ValueError with one line."""
-    path = Path(directory) / "config.json"
+    """Reads config.json of a checkpoint directory. Raises ValueError with one line.
+
+    An hf_quant_config.json beside it is read as its quantization_config, should it have none.
+    """
+    path, quantized = Path(directory) / "config.json", Path(directory) / QUANTIZED
+    raw = _read_object(path)
+    if raw.get("quantization_config") is None and quantized.exists():
+        found = _read_object(quantized).get("quantization")
+        if not isinstance(found, dict):
+            raise ValueError(f"{quantized}: has no object called quantization")
+        raw["quantization_config"] = found | {"quant_method": "modelopt"}
+    try:
+        return from_hf(raw)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    directory = path.parent
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -139,10 +160,7 @@ def read_config(directory: str | Path) -> ModelConfig:
         raise ValueError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: must hold a JSON object, got {type(raw).__name__}")
-    try:
-        return from_hf(raw)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    return raw
 
 
 def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
@@ -164,6 +182,7 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         _refuse("num_attention_heads", heads, f"must be a multiple of {kv_heads} key-value heads")
     layers = _size(raw, "num_hidden_layers")
     max_positions = _size(raw, "max_position_embeddings")
+    quantized = scheme_of(raw)
     return ModelConfig(
         architecture=architecture,
         vocab=_size(raw, "vocab_size"),
@@ -181,9 +200,16 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         windows=_windows(raw, architecture, layers),
         max_positions=max_positions,
         initializer_range=_number(raw, "initializer_range", 0.02),
-        torch_dtype=_torch_dtype(raw),
+        torch_dtype=_torch_dtype(raw) or ("bfloat16" if quantized else None),
+        quantized=quantized,
         raw=raw,
     )
+
+
+def unquantized(config: ModelConfig) -> ModelConfig:
+    """The configuration of the same model with plain weights."""
+    keys = config.raw.keys() - {"quantization_config", "quantization"}
+    return from_hf({key: value for key, value in config.raw.items() if key in keys})
 
 
 def _refuse(field: str, value: Any, must: str) -> NoReturn:
@@ -217,12 +243,6 @@ def _flag(raw: Mapping[str, Any], field: str, default: bool = False) -> bool:
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """Names the first field that asks for a computation which these models do not have."""
-    if raw.get("quantization_config") is not None:
-        method = dict(raw["quantization_config"]).get("quant_method", "unknown")
-        raise ValueError(
-            f"quantization_config ({method}): quantized checkpoints are not supported; "
-            "use the bfloat16 checkpoint"
-        )
     for field in ("attention_bias", "mlp_bias"):
         if raw.get(field):
             _refuse(field, raw[field], f"is not supported for {raw['model_type']}; must be false")

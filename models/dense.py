@@ -35,6 +35,7 @@ from surogate.models.config import ModelConfig
 from surogate.models.stack import (
     Collected,
     LayerPair,
+    LayerSource,
     Recompute,
     Resident,
     stack_apply,
@@ -80,13 +81,14 @@ def layer_fwd(
     settings: Settings,
     window: int | None = None,
     keep: bool = True,
-) -> tuple[Float[Array, "tokens hidden"], LayerResiduals]:
-    """One layer: attention, then MLP."""
+    need_y: bool = True,
+) -> tuple[Any, LayerResiduals]:
+    """One layer: attention, then MLP. Without ``need_y``, its residuals alone."""
     x, attention = attention_block_fwd(
         x, layer, adapter, context=context, settings=settings, window=window, keep=keep
     )
-    x, mlp = mlp_block_fwd(x, layer, adapter, settings=settings, keep=keep)
-    return x, LayerResiduals(attention, mlp)
+    y, mlp = mlp_block_fwd(x, layer, adapter, settings=settings, keep=keep, need_y=need_y)
+    return y, LayerResiduals(attention, mlp)
 
 
 def layer_bwd(
@@ -111,18 +113,24 @@ def layer_bwd(
     return dx, (Layer(**of_attention, **of_mlp), adapter)
 
 
-def _layer_pair(context: Context, settings: Settings) -> LayerPair:
+def _layer_pair(context: Context, settings: Settings, model: Model) -> LayerPair:
     windows = settings.config.windows
 
-    def fwd(params: Any, x: Array, index: int, keep: bool) -> Any:
+    def fwd(params: Any, x: Array, index: int, keep: bool, need_y: bool) -> Any:
         layer, adapter = params
-        window = windows[index]
         return layer_fwd(
-            layer, adapter, x, context=context, settings=settings, window=window, keep=keep
+            layer,
+            adapter,
+            x,
+            context=context,
+            settings=settings,
+            window=windows[index],
+            keep=keep,
+            need_y=need_y,
         )
 
     def bwd(params: Any, res: Any, dy: Array, index: int, into: Any) -> Any:
-        below = params[0].w_down if index else None  # layers are alike; the first is on tokens
+        below = model.layers[index - 1].w_down if index else None  # the first is on tokens
         return layer_bwd(params[0], res, dy, settings=settings, into=into, below=below)
 
     return LayerPair(fwd, bwd)
@@ -148,18 +156,28 @@ def hidden_fwd(
 ) -> tuple[Float[Array, "tokens hidden"], HiddenResiduals]:
     """The normed hidden state that the head multiplies."""
     x, _ = embedding_fwd(model.embed, tokens=batch.tokens)
-    pair = _layer_pair(Context(batch.docs, batch.positions, table, batch.rows), settings)
+    pair = _layer_pair(Context(batch.docs, batch.positions, table, batch.rows), settings, model)
     x, layers = stack_fwd(Resident(_layers(model, adapter)), x, pair, recompute=recompute)
     y, norm = rmsnorm_fwd(x, model.norm, eps=settings.config.eps)
     return y, HiddenResiduals(layers, norm)
 
 
 def hidden(
-    model: Model, adapter: Adapter | None, batch: Batch, *, table: RopeTable, settings: Settings
+    model: Model,
+    adapter: Adapter | None,
+    batch: Batch,
+    *,
+    table: RopeTable,
+    settings: Settings,
+    source: LayerSource | None = None,
 ) -> Float[Array, "tokens hidden"]:
-    """hidden_fwd without residuals: the memory of one layer."""
-    pair = _layer_pair(Context(batch.docs, batch.positions, table, batch.rows), settings)
-    source = Resident(_layers(model, adapter))
+    """hidden_fwd without residuals: the memory of one layer.
+
+    ``source`` gives (layer, adapter) pairs in the place of those of the two trees.
+    """
+    pair = _layer_pair(Context(batch.docs, batch.positions, table, batch.rows), settings, model)
+    if source is None:
+        source = Resident(_layers(model, adapter))
     x = stack_apply(source, embedding_fwd(model.embed, tokens=batch.tokens)[0], pair)
     return rmsnorm_fwd(x, model.norm, eps=settings.config.eps)[0]
 
@@ -187,7 +205,7 @@ def hidden_bwd(
         into=None if into is None else into.model.norm,
         out=with_room(dy, dy.shape[1], model.layers[-1].w_down),
     )
-    pair = _layer_pair(Context(batch.docs, batch.positions, table, batch.rows), settings)
+    pair = _layer_pair(Context(batch.docs, batch.positions, table, batch.rows), settings, model)
     sink = Collected(buffers, len(model.layers))
     source = Resident(_layers(model, adapter))
     dx = stack_bwd(source, res.layers, dx, sink, pair, recompute=recompute)
@@ -278,7 +296,8 @@ def logits(
     *,
     table: RopeTable,
     settings: Settings,
+    source: LayerSource | None = None,
 ) -> Float[Array, "tokens vocab"]:
-    """Logits of every position, float32."""
-    x = hidden(model, adapter, batch, table=table, settings=settings)
+    """Logits of every position, float32. ``source`` is that of ``hidden``."""
+    x = hidden(model, adapter, batch, table=table, settings=settings, source=source)
     return lm_logits(x, head_weight(model))

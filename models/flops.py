@@ -32,18 +32,25 @@ def matrix_parameters(config: ModelConfig) -> tuple[int, int]:
     return body, config.vocab * config.hidden
 
 
+def recomputed_parameters(config: ModelConfig) -> int:
+    """Elements of the matrices whose products a layer that is computed again repeats."""
+    body, _ = matrix_parameters(config)
+    return body - config.layers * config.hidden * config.ffn
+
+
 def training_flops(
     config: ModelConfig, *, tokens: int, cells: int, lora_rank: int | None, recompute: Recompute
 ) -> Flops:
     """Operations of forward and backward over ``tokens`` that attend to ``cells`` keys in all.
 
     With adapters (``lora_rank``) the base weights have no gradient; the adapters' own products are
-    left out (under 2 % at rank 16). Recomputing blocks adds the layers' forward; the selective
-    policy recomputes no product.
+    left out (under 2 % at rank 16). Recomputing blocks adds the layers' forward but for its last
+    product, whose result nobody needs; the selective policy recomputes no product.
     """
     body, head = matrix_parameters(config)
     passes = 2 if lora_rank else 3
     again = 1 if recompute == "block" else 0
-    products = 2 * tokens * (body * (passes + again) + head * passes)
+    recomputed = again * recomputed_parameters(config)
+    products = 2 * tokens * (body * passes + recomputed + head * passes)
     forward = 4 * config.heads * config.head_dim * cells * config.layers
     return Flops(products, forward * (1 + again) + forward * 5 // 2)

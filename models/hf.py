@@ -2,32 +2,39 @@
 
 Reading checks the names and shapes of every tensor in the headers before it reads a byte of data,
 then fills one leaf of the tree at a time: peak memory is the model and one leaf. Writing streams
-one tensor at a time and replaces the previous checkpoint when all files are whole (files.py).
+one tensor at a time and replaces the previous checkpoint when all files are whole (files.py) and
+``finish``, which sees them before, has raised nothing.
 """
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from surogate.kernels import tree
-from surogate.kernels.arrays import Array
-from surogate.models.config import ModelConfig, from_hf
+from surogate.models.companions import (
+    TOKENIZER_FILES,
+    copy_files,
+    with_stop_token,
+    write_generation_config,
+)
+from surogate.models.config import QUANTIZED, ModelConfig, from_hf, unquantized
 from surogate.models.files import (
     DTYPE_NAMES,
     CheckpointError,
+    Planned,
+    Staging,
     Tensor,
     cast,
     check_dtype,
     equal,
     open_tensors,
+    planned,
     read_json,
     staged,
-    write_bytes,
-    write_json,
-    write_safetensors,
 )
 from surogate.models.lora import (
     PEFT_PREFIX,
@@ -37,6 +44,7 @@ from surogate.models.lora import (
     named_adapter,
 )
 from surogate.models.names import MODEL_NAMES, Field, build, layout, named
+from surogate.models.prequantized import Coded, Stack, decoded, gathered
 from surogate.models.tree import Adapter, Model
 
 SINGLE = "model.safetensors"
@@ -44,19 +52,6 @@ INDEX = "model.safetensors.index.json"
 WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-GENERATION = "generation_config.json"
-EOS = "eos_token_id"  # of config.json and generation_config.json: one, or a list
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "tokenizer.model",
-    GENERATION,
-)
 # Buffers that old checkpoints carry and that are computed from the configuration.
 DERIVED_SUFFIX = "rotary_emb.inv_freq"
 # Fields of adapter_config.json that change the computation, unless they are empty.
@@ -98,13 +93,14 @@ def _weight_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
     return [directory / file for file in files], weight_map
 
 
-def _check_tensors(
-    tensors: Mapping[str, Tensor], config: ModelConfig, directory: Path, index: Mapping[str, str]
-) -> None:
-    """Raises CheckpointError for the first tensor that is not what the configuration expects."""
+def _check_index(tensors: Mapping[str, Tensor], directory: Path, index: Mapping[str, str]) -> None:
     for name, file in index.items():
         if name not in tensors or tensors[name].path.name != file:
             raise CheckpointError(f"{directory / file}: has no tensor {name}, which {INDEX} names")
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, directory: Path) -> None:
+    """Raises CheckpointError for the first tensor that is not what the configuration expects."""
     fields = tree.leaves(layout(config))
     expected = {piece.name: field.shape_of(piece) for field in fields for piece in field.pieces}
     head, embed = MODEL_NAMES["head"], MODEL_NAMES["embed"]
@@ -141,38 +137,77 @@ def read_model(
     config: ModelConfig,
     dtype: np.dtype,
     *,
-    put: Callable[[str, Array], Array] = lambda path, array: array,
+    put: Callable[[str, Any], Any] = decoded,
 ) -> Model:
     """Reads model.safetensors, or the files that its index names.
 
     Args:
         dtype: bfloat16, float16 or float32 of the result, whatever the files hold.
         put: receives each leaf's path (layers.0.w_qkv) and array, and returns what the tree holds,
-            for instance its copy on the card. The array is not used again.
+            for instance its copy on the card. The array is not used again. A leaf that is quantised
+            in the files comes as a ``Stack``.
 
     Raises:
         CheckpointError: a file that is missing or truncated, a tensor that is missing, unknown, of
             another shape or of a dtype that is not read, or a tied head that is not the embedding.
     """
-    directory = Path(directory)
-    check_dtype(dtype)
-    paths, index = _weight_files(directory)
-    with open_tensors(paths) as tensors:
-        _check_tensors(tensors, config, directory, index)
+    with open_model(directory, config, dtype) as load:
+        return build(config, lambda field: put(field.path, load(field)))
 
-        def make(field: Field) -> Array:
-            if len(field.pieces) == 1:
-                return put(field.path, load(field.pieces[0].name))
-            out = np.empty(field.shape, dtype)
-            for piece in field.pieces:
-                field.view(out, piece)[...] = load(piece.name)
-            return put(field.path, out)
+
+@contextlib.contextmanager
+def open_model(
+    directory: str | Path,
+    config: ModelConfig,
+    dtype: np.dtype,
+    *,
+    change: Callable[[str, np.ndarray], np.ndarray] = lambda name, array: array,
+) -> Iterator[Callable[[Field], np.ndarray | Stack]]:
+    """Gives a function that reads one leaf, for whom a whole model is too large.
+
+    ``change`` receives each tensor's name and array, in ``dtype``. A leaf whose tensors are all
+    quantised comes as a ``Stack``; where some of q, k and v, or one of gate and up, are, they are
+    decoded and the leaf is like any other. Raises CheckpointError as ``read_model`` does.
+    """
+    check_dtype(dtype)
+    with open_weights(directory, config) as tensors:
 
         def load(name: str) -> np.ndarray:
             tensor = tensors[name]
-            return cast(tensor.handle.get_tensor(name), dtype, f"{tensor.path}: {name}")
+            array = cast(tensor.handle.get_tensor(name), dtype, f"{tensor.path}: {name}")
+            return change(name, array)
 
-        return build(config, make)
+        def leaf(field: Field) -> np.ndarray | Stack:
+            handles = [tensors[piece.name].handle for piece in field.pieces]
+            if all(isinstance(handle, Coded) for handle in handles):
+                return Stack(tuple(handle.quantized() for handle in handles), dtype)
+            if len(field.pieces) == 1:
+                return load(field.pieces[0].name)
+            out = np.empty(field.shape, dtype)
+            for piece in field.pieces:
+                field.view(out, piece)[...] = load(piece.name)
+            return out
+
+        yield leaf
+
+
+@contextlib.contextmanager
+def open_weights(directory: str | Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
+    """The tensors of a model directory, whose names and shapes are the configuration's.
+
+    Of a quantised one they are the weights, whose handles decode.
+    """
+    directory, scheme = Path(directory), config.quantized
+    paths, index = _weight_files(directory)
+    with open_tensors(paths, raw=scheme is not None) as tensors:
+        _check_index(tensors, directory, index)
+        weights = tensors if scheme is None else gathered(tensors, config, scheme)
+        _check_tensors(weights, config, directory)
+        yield weights
+
+
+def no_finish(staging: Staging) -> None:
+    """The ``finish`` of a write that nothing is added to."""
 
 
 def write_model(
@@ -184,6 +219,7 @@ def write_model(
     max_shard_bytes: float = 5e9,
     source_directory: str | Path | None = None,
     stop_token: int | None = None,
+    finish: Callable[[Staging], None] = no_finish,
 ) -> None:
     """Writes a model directory that transformers and vLLM load, or ``read_model``.
 
@@ -191,66 +227,74 @@ def write_model(
     ``max_shard_bytes``), config.json with their ``dtype``, and byte-equal copies of the tokenizer
     and generation files of ``source_directory``. Weight files of an earlier model in ``directory``
     are removed, its other files stay. ``stop_token`` is put behind the eos_token_id of config.json
-    and generation_config.json, which servers stop at, where they lack it.
+    and generation_config.json, which servers stop at, where they lack it; a source that has no
+    generation_config.json gets one. ``finish`` is called when all files are on the disk but not yet
+    in their place, and may write more of them; what it raises leaves ``directory`` as it was.
 
     Raises:
         CheckpointError: the disk is full or not writable, a weight exceeds float16, or
             ``config.raw`` does not describe ``config``.
     """
+    write_weights(
+        planned(named(model, config), dtype),
+        config,
+        directory,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        source_directory=source_directory,
+        stop_token=stop_token,
+        finish=finish,
+    )
+
+
+def write_weights(
+    tensors: Mapping[str, Planned],
+    config: ModelConfig,
+    directory: str | Path,
+    *,
+    dtype: np.dtype,
+    max_shard_bytes: float = 5e9,
+    source_directory: str | Path | None = None,
+    stop_token: int | None = None,
+    finish: Callable[[Staging], None] = no_finish,
+) -> None:
+    """``write_model`` of tensors that need not exist before their turn to be written comes.
+
+    They are plain, so the config.json of a quantised model loses its quantization_config.
+    """
     directory = Path(directory).absolute()
     check_dtype(dtype)
     if from_hf(config.raw) != config:
         raise CheckpointError("config.raw does not describe config; change raw and use from_hf")
-    tensors = named(model, config)
-    shards = _shards(tensors, dtype, max_shard_bytes)
-    total = sum(array.size for array in tensors.values()) * dtype.itemsize
-    with staged(directory, total) as partial:
+    config = unquantized(config)
+    shards = _shards(tensors, max_shard_bytes)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    with staged(directory, total) as staging:
         for file, names in shards.items():
-            write_safetensors(partial / file, {name: tensors[name] for name in names}, dtype)
+            staging.tensors(file, {name: tensors[name] for name in names})
         if len(shards) > 1:
             weight_map = {name: file for file, names in shards.items() for name in names}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            write_json(partial / INDEX, index)
+            staging.json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         keys = [key for key in ("torch_dtype", "dtype") if key in config.raw] or ["torch_dtype"]
         settings = config.raw | dict.fromkeys(keys, DTYPE_NAMES[dtype][1])
-        if stop_token is not None and stop_token not in _eos_ids(settings):
-            settings[EOS] = [*_eos_ids(settings), stop_token]
-        write_json(partial / "config.json", settings)
+        settings = with_stop_token(settings, stop_token)
+        staging.json("config.json", settings)
         if source_directory is not None:
-            _copy_companions(Path(source_directory), partial, config.raw, stop_token)
-        new = {path.name for path in partial.iterdir()}
+            copy_files(Path(source_directory), staging, TOKENIZER_FILES)
+            write_generation_config(Path(source_directory), staging, settings, stop_token)
+        finish(staging)
+        new = {path.name for path in staging.path.iterdir()}
     for path in directory.iterdir():
-        if path.name not in new and WEIGHT_FILE.fullmatch(path.name):
+        if path.name not in new and (WEIGHT_FILE.fullmatch(path.name) or path.name == QUANTIZED):
             path.unlink()
 
 
-def _copy_companions(
-    source: Path, to: Path, config: Mapping[str, Any], stop_token: int | None
-) -> None:
-    for name in COMPANIONS:
-        if (source / name).exists():
-            write_bytes(to / name, [(source / name).read_bytes()])
-    if stop_token is None or not (to / GENERATION).exists():
-        return
-    settings = read_json(to / GENERATION)
-    if stop_token not in _eos_ids(settings):
-        ids = _eos_ids(settings) or _eos_ids(config)
-        write_json(to / GENERATION, settings | {EOS: list(dict.fromkeys([*ids, stop_token]))})
-
-
-def _eos_ids(settings: Mapping[str, Any]) -> list[int]:
-    ids = settings.get(EOS)
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
-
-
-def _shards(
-    tensors: Mapping[str, Array], dtype: np.dtype, max_bytes: float
-) -> dict[str, list[str]]:
+def _shards(tensors: Mapping[str, Planned], max_bytes: float) -> dict[str, list[str]]:
     """File -> tensors: in order, a new file whenever the next tensor would exceed ``max_bytes``."""
     groups: list[list[str]] = [[]]
     used = 0
-    for name, array in tensors.items():
-        size = array.size * dtype.itemsize
+    for name, tensor in tensors.items():
+        size = tensor.nbytes
         if groups[-1] and used + size > max_bytes:
             groups.append([])
             used = 0
@@ -270,10 +314,14 @@ def write_adapter(
     base_model_name: str,
     *,
     dropout: float = 0.0,
+    source_directory: str | Path | None = None,
+    finish: Callable[[Staging], None] = no_finish,
 ) -> None:
     """Writes adapter_model.safetensors and adapter_config.json as PEFT and vLLM load them.
 
-    The tensors keep their dtype. Raises CheckpointError when the disk is full or not writable.
+    The tensors keep their dtype. The tokenizer's files of ``source_directory`` are copied;
+    ``finish`` is that of ``write_model``. Raises CheckpointError when the disk is full or not
+    writable.
     """
     tensors = named_adapter(adapter, config, spec)
     dtype = np.dtype(next(iter(tensors.values())).dtype)
@@ -297,9 +345,12 @@ def write_adapter(
         "use_rslora": False,
     }
     size = sum(array.nbytes for array in tensors.values())
-    with staged(Path(directory).absolute(), size) as partial:
-        write_safetensors(partial / ADAPTER, tensors, dtype)
-        write_json(partial / ADAPTER_CONFIG, settings)
+    with staged(Path(directory).absolute(), size) as staging:
+        staging.tensors(ADAPTER, planned(tensors))
+        staging.json(ADAPTER_CONFIG, settings)
+        if source_directory is not None:
+            copy_files(Path(source_directory), staging, TOKENIZER_FILES)
+        finish(staging)
 
 
 def read_adapter(directory: str | Path, config: ModelConfig) -> tuple[Adapter, LoraSpec]:

@@ -14,11 +14,11 @@ import numpy as np
 
 from surogate.kernels.arrays import Array, namespace
 from surogate.kernels.linear import LoRA
-from surogate.kernels.widened import plain
 from surogate.models.config import ModelConfig, nearest
+from surogate.models.files import Planned, cast
 from surogate.models.init import generator
 from surogate.models.names import Field, layer_fields
-from surogate.models.tree import Adapter, Layer, LayerAdapter, Model
+from surogate.models.tree import Adapter, LayerAdapter
 
 # Field of LayerAdapter -> field of Layer.
 MATRICES = {"qkv": "w_qkv", "o": "w_o", "gate_up": "w_gate_up", "down": "w_down"}
@@ -171,28 +171,58 @@ def adapter_from_named(arrays: Mapping[str, Array], config: ModelConfig, spec: L
     return adapter
 
 
-def merge_layer(layer: Layer, adapter: LayerAdapter, spec: LoraSpec, config: ModelConfig) -> Layer:
-    """One layer with W + scale * B A for each adapted part, added in float32 and rounded once."""
-    fields = layer_fields(config, 0)
-    merged: dict[str, Array] = {}
-    for name, matrix in MATRICES.items():
-        pair = getattr(adapter, name)
-        if pair is None:
-            continue
-        weight = plain(getattr(layer, matrix))
-        merged[matrix] = out = weight.copy()
-        for part in adapted(spec, getattr(fields, matrix)):
-            a = pair.a[slice(*part.a_rows)].astype(np.float32)
-            b = pair.b[slice(*part.b_rows)].astype(np.float32)
-            rows = slice(*part.rows)
-            delta = np.float32(spec.scale) * (b @ a)
-            out[rows] = (weight[rows].astype(np.float32) + delta).astype(weight.dtype)
-    return layer._replace(**merged)
+class Merged(NamedTuple):
+    """The tensors of a checkpoint with an adapter in them, and what that did to those written."""
+
+    tensors: dict[str, Planned]
+    report: "MergeReport"
 
 
-def merge_adapter(model: Model, adapter: Adapter, spec: LoraSpec, config: ModelConfig) -> Model:
-    """A model with the adapter folded into its weights; leaves without adapter are shared."""
-    pairs = zip(model.layers, adapter.layers, strict=True)
-    return model._replace(
-        layers=tuple(merge_layer(layer, pair, spec, config) for layer, pair in pairs)
-    )
+@dataclasses.dataclass
+class MergeReport:
+    """Of the adapted tensors that were written so far: their numbers, and how many of those differ
+    from what the weight alone is rounded to.
+    """
+
+    weights: int = 0
+    changed: int = 0
+
+
+def merge_adapter(
+    base: Mapping[str, Planned],
+    adapter: Adapter,
+    spec: LoraSpec,
+    config: ModelConfig,
+    dtype: np.dtype,
+) -> Merged:
+    """W + scale * B A for each adapted W, added in float32 and rounded once, to ``dtype``.
+
+    ``base`` has the tensors under checkpoint names. Nothing is computed before a tensor is written,
+    so that no more than one of them is in memory.
+    """
+    pairs = named_adapter(adapter, config, spec)
+    report = MergeReport()
+
+    def add(name: str, weight: Planned) -> Planned:
+        stem = f"{PEFT_PREFIX}{name.removesuffix('.weight')}"
+        if f"{stem}.lora_A.weight" not in pairs:
+            return weight._replace(dtype=dtype)
+        a, b = (_host(pairs[f"{stem}.lora_{x}.weight"]).astype(np.float32) for x in "AB")
+
+        def load() -> np.ndarray:
+            before = _host(weight.load())
+            delta = b @ a
+            delta *= np.float32(spec.scale)
+            delta += before
+            after = cast(delta, dtype, name)
+            report.weights += after.size
+            report.changed += int((after != cast(before, dtype, name)).sum())
+            return after
+
+        return Planned(weight.shape, dtype, load)
+
+    return Merged({name: add(name, weight) for name, weight in base.items()}, report)
+
+
+def _host(x: Array) -> np.ndarray:
+    return x if isinstance(x, np.ndarray) else x.get()

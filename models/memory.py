@@ -17,13 +17,17 @@ from surogate.kernels.arrays import BF16, F32
 from surogate.kernels.attention_cudnn import HEAD_DIMS, SCRATCH_BYTES
 from surogate.kernels.cublaslt import WORKSPACE_BYTES
 from surogate.kernels.linear import LoRA
+from surogate.kernels.quant.checkpoints import Scheme
+from surogate.kernels.quant.nf4 import NESTED_BLOCK
+from surogate.kernels.quant.storage import blocks_of
 from surogate.models.config import ModelConfig, parameter_shapes
 from surogate.models.lora import LoraSpec, Part, build_adapter
+from surogate.models.optimizer_memory import state_bytes, table_bytes, update
 from surogate.models.pool import Pool
-from surogate.models.walk import INT32, Shape, Walk, Work
+from surogate.models.recipe import Fp8Options, Storage
+from surogate.models.walk import BYTE, INT32, Layout, Matrix, Shape, Walk, Work
 
-F64, INT64, BYTE = np.dtype(np.float64), np.dtype(np.int64), np.dtype(np.uint8)
-HOST_COPIES = 7  # of a leaf that AdamW's host version makes
+F64, INT64 = np.dtype(np.float64), np.dtype(np.int64)
 
 
 class Counts(NamedTuple):
@@ -79,17 +83,16 @@ def memory_of(work: Work, *, graphs: bool, evaluates: bool) -> Memory:
     weights, adapter = list(model_leaves(work.config)), list(adapter_leaves(work.config, work.lora))
     trained = weights if work.lora is None else adapter
     activations = walk.micro()
+    updating = len(walk.ledger.events)
+    update(walk, trained)
     temporaries = {phase: peak - activations for phase, peak in walk.ledger.peaks.items()}
-    if layout.host:
-        copies = HOST_COPIES * max(map(layout.bytes, trained))
-        temporaries["update"] = copies - activations
     step, walk.ledger.events = walk.ledger.events, []
     evaluation = walk.evaluation() if evaluates else 0
     memory = Memory(
-        weights=sum(map(layout.bytes, weights)) + _room(walk),
+        weights=sum(map(layout.bytes, weights)) + _more_weights(walk),
         adapter=sum(map(layout.bytes, adapter)),
         gradients=sum(layout.bytes(shape, work.gradient_dtype) for shape in trained),
-        optimizer=sum(_state(work, shape) for shape in trained),
+        optimizer=state_bytes(work, trained),
         activations=activations,
         temporaries=temporaries,
         gaps=0,
@@ -102,8 +105,8 @@ def memory_of(work: Work, *, graphs: bool, evaluates: bool) -> Memory:
     # A recorded step has a pool of its own, where it runs once before the recording.
     shared = Pool()
     own = Pool() if graphs else shared
-    for _ in range(2):
-        own.run(step)
+    for part in (step[updating:], step[:updating], step[:updating]):  # in which it is recorded
+        own.run(part)
     held = own.held
     shared.run(walk.ledger.events)
     if graphs:
@@ -111,19 +114,81 @@ def memory_of(work: Work, *, graphs: bool, evaluates: bool) -> Memory:
     return memory._replace(gaps=held - memory.peak, evaluation=shared.held - held)
 
 
-def _room(walk: Walk) -> int:
-    """What widened weights take more than plain ones."""
+def _more_weights(walk: Walk) -> int:
+    """What widened weights and weights in codes take more (or less) than plain ones."""
     layout, more = walk.work.layout, 0
-    for w in walk.matrices:
-        wide = layout.bytes((w.outer + w.extra, w.inner + w.extra))
-        more += wide - layout.bytes((w.outer, w.inner))
-    return walk.layers * more
+    for matrices in walk.of:
+        for w in matrices:
+            blocks = layout.bytes((w.extra, w.inner)) + layout.bytes((w.outer, w.extra))
+            if w.fp8 is not None:
+                plain = w.trained or not (
+                    w.fp8.scope.products.forward and w.fp8.scope.products.dgrad
+                )
+                more += _codes(layout, w.fp8, w) + blocks
+                more -= 0 if plain else layout.bytes((w.outer, w.inner))
+            elif w.nvfp4 is not None:
+                products = w.nvfp4.scope.products
+                more += layout.bytes((1,), F32) + blocks  # values in the place of the weight
+                if w.trained or not (products.forward and products.dgrad):
+                    more += layout.bytes((w.outer, w.inner))
+            elif w.stored is not None:
+                more += stored_bytes(layout, w.stored, w) + blocks
+                more -= layout.bytes((w.outer, w.inner))
+            else:
+                more += _wide(layout, w) - layout.bytes((w.outer, w.inner))
+    for matrices in zip(*walk.of, strict=True):
+        if any(w.stored for w in matrices):  # what they are decoded to, one after another
+            more += _wide(layout, matrices[0])
+    return more
 
 
-def _state(work: Work, shape: Shape) -> int:
-    """Optimizer state of a parameter: two moments, and perhaps a float32 master."""
-    master = work.layout.bytes(shape, F32) if work.masters else 0
-    return 2 * work.layout.bytes(shape, work.moment_dtype) + master
+def _wide(layout: Layout, w: Matrix) -> int:
+    return layout.bytes((w.outer + w.extra, w.inner + w.extra))
+
+
+def _codes(layout: Layout, fp8: Fp8Options, w: Matrix) -> int:
+    """Both matrices of codes, and the scales of rows."""
+    scales = (w.outer, w.inner) if fp8.scaling == "row" else ()
+    codes = 2 * layout.bytes((w.outer, w.inner), BYTE)
+    return codes + sum(layout.bytes((n,), F32) for n in scales)
+
+
+def stored_bytes(layout: Layout, storage: Storage | Scheme, w: Matrix) -> int:
+    """A matrix in the arrays of kernels/quant, a piece of it at a time."""
+    return sum(
+        layout.bytes(shape, dtype)
+        for rows in w.pieces
+        for shape, dtype in _stored_arrays(storage, rows, w.inner)
+    )
+
+
+def _stored_arrays(
+    storage: Storage | Scheme, rows: int, columns: int
+) -> Iterator[tuple[Shape, np.dtype]]:
+    """Shapes of the arrays of a Quantized."""
+    down, across = _block(storage)
+    if storage.format == "fp8":
+        yield (rows, columns), BYTE
+        yield (blocks_of(rows, down), blocks_of(columns, across)), F32
+        return
+    yield (blocks_of(rows * columns, 2),), BYTE
+    if storage.format == "nvfp4":
+        yield (rows, columns // 16), BYTE
+        yield (1,), F32
+        return
+    count = blocks_of(rows * columns, across)
+    yield (count,), BYTE if storage.double_quant else F32
+    if storage.double_quant:
+        for size in (blocks_of(count, NESTED_BLOCK), 256, 1):
+            yield (size,), F32
+
+
+def _block(storage: Storage | Scheme) -> tuple[int, int]:
+    """Rows and columns that share a scale of fp8; of nf4, the columns are its elements."""
+    if isinstance(storage, Scheme):
+        return storage.block
+    side = storage.block or {"fp8": 128, "nf4": 64, "nvfp4": 16}[storage.format]
+    return side, side
 
 
 def parameter_counts(config: ModelConfig, lora: LoraSpec | None) -> Counts:
@@ -186,6 +251,16 @@ def _cudnn_scratch(work: Work) -> int:
     return 0
 
 
+def _recipe_state(walk: Walk) -> int:
+    """Scales, maxima and histories of the fp8 recipe."""
+    fp8, layout = walk.work.recipe, walk.work.layout
+    if not isinstance(fp8, Fp8Options):
+        return 0
+    tensors = 3 * sum(w.fp8 is not None for matrices in walk.of for w in matrices)
+    shapes = ((tensors, 4), (tensors, 4), (tensors,), (tensors,), (fp8.history, tensors))
+    return layout.bytes((tensors,), INT32) + sum(layout.bytes(shape, F32) for shape in shapes)
+
+
 def _workspace(walk: Walk, trained: list[Shape]) -> int:
     """The micro-batch and the rotary table; on a card the tables of addresses, the partial sums of
     the gradient's norm and cuBLASLt's scratch.
@@ -195,12 +270,12 @@ def _workspace(walk: Walk, trained: list[Shape]) -> int:
     held = layout.bytes((5, work.tokens), INT32) + 2 * layout.bytes((work.longest, half), F32)
     if layout.host:
         return held
-    for chunk, columns, sums in ((grad_norm.CHUNK, 3, 1), (multi_tensor.CHUNK, 10, 0)):
-        blocks = sum(-(-math.prod(shape) // chunk) for shape in trained)
-        held += layout.bytes((blocks,), INT32) + layout.bytes((len(trained), columns), INT64)
-        held += sums * layout.bytes((blocks,), F64)
+    held += _recipe_state(walk)
+    blocks = sum(-(-math.prod(shape) // grad_norm.CHUNK) for shape in trained)
+    held += layout.bytes((blocks,), INT32) + layout.bytes((len(trained), 3), INT64)
+    held += layout.bytes((blocks,), F64) + table_bytes(walk, trained)
     if work.widen:
-        blocks = walk.layers * sum(1 + w.parts for w in walk.matrices if w.extra)
+        blocks = sum(1 + w.parts for matrices in walk.of for w in matrices if w.extra)
         chunks = sum(-(-math.prod(shape) // multi_tensor.CHUNK) for shape in trained)
         held += layout.bytes((blocks, 7), INT64) + layout.bytes((chunks,), INT32)
     return held + WORKSPACE_BYTES

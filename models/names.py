@@ -116,6 +116,18 @@ def layout(config: ModelConfig) -> Model:
     return Model(top("embed"), layers, top("norm"), top("head"))
 
 
+def hidden_matrices(config: ModelConfig) -> Model:
+    """The rows (start, stop) of each matrix that a field of a layer stacks; None for a field that
+    is none: embedding, head, norms, biases.
+    """
+
+    def ranges(field: Field) -> tuple[tuple[int, int], ...] | None:
+        matrix = field.path.startswith("layers.") and len(field.shape) == 2
+        return tuple((piece.start, piece.stop) for piece in field.pieces) if matrix else None
+
+    return tree.map(ranges, layout(config))
+
+
 def build(config: ModelConfig, make: Callable[[Field], Array]) -> Model:
     """A model whose leaves ``make`` gives, called in the order of the tree."""
     return tree.map(make, layout(config))

@@ -68,11 +68,12 @@ class Collected:
 
 
 class LayerPair(NamedTuple):
-    """Forward ``(params, x, index, keep) -> (y, residuals)`` and backward
+    """Forward ``(params, x, index, keep, need_y) -> (y, residuals)`` and backward
     ``(params, residuals, dy, index, into) -> (dx, grads)`` of layer ``index``.
 
     ``keep`` says whether residuals hold what is cheap to compute again (norm and activation
-    outputs).
+    outputs), ``need_y`` whether y is wanted: a layer that is computed again need not end with its
+    last product.
     """
 
     fwd: Callable[..., Any]
@@ -87,7 +88,7 @@ def stack_fwd(
     """
     residuals: list[Any] = []
     for index in range(len(source)):
-        y, res = pair.fwd(source.layer(index), x, index, recompute == "none")
+        y, res = pair.fwd(source.layer(index), x, index, recompute == "none", True)
         residuals.append(x if recompute == "block" else res)
         x = y
         del res
@@ -97,7 +98,7 @@ def stack_fwd(
 def stack_apply(source: LayerSource, x: Array, pair: LayerPair) -> Array:
     """Runs all layers and keeps nothing."""
     for index in range(len(source)):
-        x = pair.fwd(source.layer(index), x, index, False)[0]
+        x = pair.fwd(source.layer(index), x, index, False, True)[0]
     return x
 
 
@@ -115,7 +116,7 @@ def stack_bwd(
     for index in reversed(range(len(source))):
         params, res = source.layer(index), residuals.pop()
         if recompute == "block":
-            _, res = pair.fwd(params, res, index, True)
+            _, res = pair.fwd(params, res, index, True, False)
         dy, grads = pair.bwd(params, res, dy, index, sink.into(index))
         sink.put(index, grads)
         del res

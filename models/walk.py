@@ -17,18 +17,26 @@ from surogate.kernels.attention_mma import PADDING
 from surogate.kernels.embedding import RARE
 from surogate.kernels.linear import ROWS_PER_SLICE
 from surogate.kernels.lm_head import default_chunk
-from surogate.kernels.qk_norm_rope import BLOCKS, WARPS
+from surogate.kernels.qk_norm_rope import backward_blocks as rope_blocks
+from surogate.kernels.quant.checkpoints import Scheme
 from surogate.kernels.rmsnorm import backward_blocks
 from surogate.kernels.widened import extra_of
 from surogate.models.config import ModelConfig
 from surogate.models.lora import LoraSpec, adapted
 from surogate.models.names import layer_fields
 from surogate.models.pool import Event
+from surogate.models.recipe import Fp8Options, Nvfp4Settings, Precision, Storage, stored_as
 from surogate.models.stack import Recompute
 from surogate.models.tree import Layer
+from surogate.models.walk_recipes import (
+    fp8_cast,
+    fp8_linear_fwd,
+    nvfp4_linear_bwd,
+    nvfp4_linear_fwd,
+)
 
 Shape = tuple[int, ...]
-INT32 = np.dtype(np.int32)
+INT32, BYTE = np.dtype(np.int32), np.dtype(np.uint8)
 
 
 class Layout(NamedTuple):
@@ -59,9 +67,11 @@ class Work(NamedTuple):
     recompute: Recompute
     chunk: int | None  # tokens whose logits exist at a time; None: chosen by size
     gradient_dtype: np.dtype
-    moment_dtype: np.dtype
+    moment_dtype: np.dtype  # uint8: codes in blocks, of all but small parameters
     masters: bool  # float32 copies of what is trained
     widen: bool  # adapted weights lie in one array with their adapters
+    recipe: Precision | None = None  # of the layers' matrices; None: plain bf16
+    normuon: bool = False  # updates the layers' matrices
 
 
 class Ledger:
@@ -114,6 +124,31 @@ class Matrix(NamedTuple):
     parts: int
     spread: bool  # whether the adapter's B is copied into a matrix of all rows
     extra: int  # rows and columns that a widened weight has more, and rows read by it columns
+    pieces: tuple[int, ...]  # rows of each tensor of a checkpoint
+    fp8: Fp8Options | None = None  # products of codes; an adapter's blocks lie apart then
+    nvfp4: Nvfp4Settings | None = None
+    trained: bool = False
+    stored: Storage | Scheme | None = None  # in codes; products are those of a plain one
+
+    @property
+    def room(self) -> int:
+        """Columns that rows read by this weight have behind them."""
+        return 0 if self.fp8 or self.nvfp4 else self.extra
+
+    @property
+    def turned(self) -> bool:
+        """Whether its gradient is a product of codes."""
+        fp8 = self.fp8
+        return bool(fp8 and self.trained and fp8.scope.products.wgrad and fp8.scaling != "row")
+
+
+class Matrices(NamedTuple):
+    """Those of a layer."""
+
+    qkv: Matrix
+    o: Matrix
+    gate_up: Matrix
+    down: Matrix
 
 
 class Walk:
@@ -125,12 +160,13 @@ class Walk:
         self.tokens, self.hidden, self.layers = work.tokens, config.hidden, config.layers
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         self.ffn = config.ffn
-        fields = layer_fields(config, 0)
-        self.w_qkv = self._matrix(fields, "w_qkv", bias=config.qkv_bias)
-        self.w_o = self._matrix(fields, "w_o")
-        self.w_gate_up = self._matrix(fields, "w_gate_up")
-        self.w_down = self._matrix(fields, "w_down")
-        self.matrices = (self.w_qkv, self.w_o, self.w_gate_up, self.w_down)
+        self.of = [self._matrices(layer_fields(config, i)) for i in range(config.layers)]
+        self.at = self.of[0]  # those of the layer that is walked through
+
+    def _matrices(self, fields: Layer) -> Matrices:
+        bias = self.work.config.qkv_bias
+        others = (self._matrix(fields, name) for name in ("w_o", "w_gate_up", "w_down"))
+        return Matrices(self._matrix(fields, "w_qkv", bias=bias), *others)
 
     def _matrix(self, fields: Layer, name: str, *, bias: bool = False) -> Matrix:
         field = getattr(fields, name)
@@ -139,7 +175,19 @@ class Walk:
         whole = [part.rows for part in parts] == [(0, field.shape[0])]
         outer, inner = field.shape
         extra = extra_of(rank) if self.work.widen else 0
-        return Matrix(outer, inner, bias, rank, len(parts), bool(parts) and not whole, extra)
+        recipe, config, trained = self.work.recipe, self.work.config, self.work.lora is None
+        stored = stored_as(recipe, field)
+        if not isinstance(recipe, Fp8Options | Nvfp4Settings):
+            recipe = None
+        elif not recipe.scope.covers(config, field.path):
+            recipe = None
+        spread = bool(parts) and not whole
+        pieces = tuple(piece.stop - piece.start for piece in field.pieces)
+        fp8 = recipe if isinstance(recipe, Fp8Options) else None
+        nvfp4 = recipe if isinstance(recipe, Nvfp4Settings) else None
+        return Matrix(
+            outer, inner, bias, rank, len(parts), spread, extra, pieces, fp8, nvfp4, trained, stored
+        )
 
     # The step.
 
@@ -190,94 +238,114 @@ class Walk:
 
     def hidden_bwd(self, policy: str) -> None:
         """The callers hold what came in, and what the final norm gave, to the end."""
-        ledger, last = self.ledger, self.layers - 1
-        self.rmsnorm_bwd("final.dx", self.w_down.extra)
+        ledger = self.ledger
+        self.rmsnorm_bwd("final.dx", self.of[-1].down.room)
         dy = ""
         for i in reversed(range(self.layers)):
             if policy == "block":
-                self.layer_fwd(i, f"y{i}", keep=True)
-                if i < last:
-                    ledger.drop(f"y{i + 1}")
+                self.layer_fwd(i, None, keep=True)
             self.layer_bwd(i, f"d{i}", keep=policy != "selective")
             if dy:
                 ledger.drop(dy)
             dy = f"d{i}"
             ledger.drop_all(f"{i}/")
 
-    def layer_fwd(self, i: int, y: str, *, keep: bool) -> None:
-        """Makes ``y`` and the residuals, whose names begin with i/res."""
-        res = f"{i}/res."
+    def layer_fwd(self, i: int, y: str | None, *, keep: bool) -> None:
+        """Makes ``y``, if it is wanted, and the residuals, whose names begin with i/res."""
+        res, self.at = f"{i}/res.", self.of[i]
         self.attention_block_fwd(res, keep)
         self.mlp_block_fwd(res, y, keep)
 
     def layer_bwd(self, i: int, dx: str, *, keep: bool) -> None:
+        self.at = self.of[i]
         self.mlp_block_bwd("d_mid", keep)
-        self.attention_block_bwd(dx, keep, self.w_down.extra if i else 0)
+        self.attention_block_bwd(dx, keep, self.of[i - 1].down.room if i else 0)
         self.ledger.drop("d_mid")
 
     def attention_block_fwd(self, res: str, keep: bool) -> None:
         ledger = self.ledger
-        self.rmsnorm_fwd(f"{res}attn_n", f"{res}attn_rstd", self.w_qkv)
-        self.linear_fwd(self.w_qkv, f"{res}qkv", room=True)
+        self.rmsnorm_fwd(f"{res}attn_n", f"{res}attn_rstd", self.at.qkv)
+        self.linear_fwd(self.at.qkv, f"{res}qkv", room=True, keep=keep)
         self.qk_norm_rope_fwd(res)
         self.attention_fwd(res)
-        self.linear_fwd(self.w_o, f"{res}mid")
-        if not keep:
+        self.linear_fwd(self.at.o, f"{res}mid")
+        if not keep or self.at.qkv.turned:
             ledger.drop(f"{res}attn_n")
 
     def attention_block_bwd(self, dx: str, keep: bool, extra: int) -> None:
         ledger = self.ledger
-        self.linear_bwd(self.w_o, "do", room=True)
+        self.linear_bwd(self.at.o, "do", room=True)
         self.attention_bwd()
         self.qk_norm_rope_bwd()
         if not keep:
-            self.rmsnorm_fwd("n", "rstd", self.w_qkv)
+            self.rmsnorm_fwd("n", "rstd", self.at.qkv)
             ledger.drop("rstd")
-        self.linear_bwd(self.w_qkv, "dn")
+        self.linear_bwd(self.at.qkv, "dn", keep=keep)
         self.rmsnorm_bwd(dx, extra)
         ledger.drop("do", "dqkv", "dn", *([] if keep else ["n"]))
 
-    def mlp_block_fwd(self, res: str, y: str, keep: bool) -> None:
-        self.rmsnorm_fwd(f"{res}mlp_n", f"{res}mlp_rstd", self.w_gate_up)
-        self.linear_fwd(self.w_gate_up, f"{res}gate_up", room=True)
+    def mlp_block_fwd(self, res: str, y: str | None, keep: bool) -> None:
+        at = self.at
+        self.rmsnorm_fwd(f"{res}mlp_n", f"{res}mlp_rstd", at.gate_up)
+        self.linear_fwd(at.gate_up, f"{res}gate_up", room=True, keep=keep)
         self.swiglu_fwd(f"{res}a")
-        self.linear_fwd(self.w_down, y, t=f"{res}down.t", room=True)
-        if not keep:
-            self.ledger.drop(f"{res}mlp_n", f"{res}a")
+        self.linear_fwd(at.down, y, at=f"{res}down", room=True, keep=keep)
+        for name, reader in (("mlp_n", at.gate_up), ("a", at.down)):
+            if not keep or reader.turned:
+                self.ledger.drop(f"{res}{name}")
 
     def mlp_block_bwd(self, dx: str, keep: bool) -> None:
         ledger = self.ledger
         if not keep:
             self.swiglu_fwd("a")
-        self.linear_bwd(self.w_down, "da", room=True)
+        self.linear_bwd(self.at.down, "da", room=True, keep=keep)
         if not keep:
             ledger.drop("a")
         self.swiglu_bwd("d_both")
         ledger.drop("da")
         if not keep:
-            self.rmsnorm_fwd("n", "rstd", self.w_gate_up)
+            self.rmsnorm_fwd("n", "rstd", self.at.gate_up)
             ledger.drop("rstd")
-        self.linear_bwd(self.w_gate_up, "dn", room=True)
-        self.rmsnorm_bwd(dx, self.w_o.extra)
+        self.linear_bwd(self.at.gate_up, "dn", room=True, keep=keep)
+        self.rmsnorm_bwd(dx, self.at.o.room)
         ledger.drop("d_both", "dn", *([] if keep else ["n"]))
 
     # The ops.
 
-    def linear_fwd(self, w: Matrix, y: str, *, t: str | None = None, room: bool = False) -> None:
-        """``room``: the input has room for what a widened weight makes of it."""
-        ledger = self.ledger
+    def linear_fwd(
+        self, w: Matrix, y: str | None, *, at: str = "", room: bool = False, keep: bool = True
+    ) -> None:
+        """``room``: the input has room for what a widened weight makes of it. ``keep``: residuals
+        hold the input. ``at`` names residuals that are not named after y, which may be None:
+        residuals alone.
+        """
+        ledger, t = self.ledger, f"{at or y}.t"
+        if w.fp8 is not None:
+            fp8_linear_fwd(self, w, w.fp8, y, at or str(y), keep)
+            return
+        if w.nvfp4 is not None:
+            nvfp4_linear_fwd(self, w, w.nvfp4, y, at or str(y))
+            return
         if w.extra and not room:
-            ledger.make(t or f"{y}.t", self.tokens, w.extra)
-        ledger.make(y, self.tokens, w.outer)
-        ledger.host_scratch(self.tokens, w.outer)
+            ledger.make(t, self.tokens, w.extra)
+        if y is not None:
+            ledger.make(y, self.tokens, w.outer)
+            ledger.host_scratch(self.tokens, w.outer)
         if w.rank and not w.extra:
-            ledger.make(t or f"{y}.t", self.tokens, w.rank)
-            if w.spread:
+            ledger.make(t, self.tokens, w.rank)
+            if w.spread and y is not None:
                 ledger.scratch(w.outer, w.rank)
 
-    def linear_bwd(self, w: Matrix, dx: str, *, room: bool = False) -> None:
-        """``room``: the gradient that comes in has it."""
+    def linear_bwd(self, w: Matrix, dx: str, *, room: bool = False, keep: bool = True) -> None:
+        """``room``: the gradient that comes in has it. ``keep``: as it was forward."""
         ledger, tokens = self.ledger, self.tokens
+        if w.nvfp4 is not None:
+            nvfp4_linear_bwd(self, w, w.nvfp4, dx)
+            return
+        if w.fp8 is not None:
+            dgrad = w.fp8.scope.products.dgrad
+            fp8_cast(ledger, "dy", tokens, w.outer, w.fp8, dgrad, w.turned)
+        room = room and not w.fp8
         if w.extra and not room:
             ledger.make("dt", tokens, w.extra)
         if w.rank and not w.extra:
@@ -290,16 +358,23 @@ class Walk:
         ledger.host_scratch(tokens, w.inner)
         if self.work.lora is None:
             ledger.host_scratch(w.outer, w.inner)
-            if w.bias and not self.work.layout.host:
-                ledger.scratch(-(-tokens // ROWS_PER_SLICE), w.outer, dtype=F32)
+        self.bias_bwd(w)
+        if w.turned and not keep:
+            ledger.scratch(tokens, w.inner, dtype=BYTE)
         if w.extra and w.parts > 1:
             ledger.scratch(w.outer, w.extra, dtype=F32)
         if "dt" in ledger.arrays:
             ledger.drop("dt")
+        ledger.drop_all("dy.")
+
+    def bias_bwd(self, w: Matrix) -> None:
+        """Partial sums over the tokens."""
+        if w.bias and self.work.lora is None and not self.work.layout.host:
+            self.ledger.scratch(-(-self.tokens // ROWS_PER_SLICE), w.outer, dtype=F32)
 
     def rmsnorm_fwd(self, y: str, rstd: str, reader: Matrix) -> None:
         """``reader`` multiplies y."""
-        self.ledger.make(y, self.tokens, self.hidden + reader.extra)
+        self.ledger.make(y, self.tokens, self.hidden + reader.room)
         self.ledger.host_scratch(self.tokens, self.hidden)
         self.ledger.make(rstd, self.tokens, dtype=F32)
 
@@ -313,11 +388,11 @@ class Walk:
             ledger.scratch(blocks, self.hidden, dtype=F32)
 
     def swiglu_fwd(self, y: str) -> None:
-        self.ledger.make(y, self.tokens, self.ffn + self.w_down.extra)
+        self.ledger.make(y, self.tokens, self.ffn + self.at.down.room)
         self.ledger.host_scratch(self.tokens, self.ffn, copies=2)
 
     def swiglu_bwd(self, d_gate_up: str) -> None:
-        self.ledger.make(d_gate_up, self.tokens, 2 * self.ffn + self.w_gate_up.extra)
+        self.ledger.make(d_gate_up, self.tokens, 2 * self.ffn + self.at.gate_up.room)
         self.ledger.host_scratch(self.tokens, self.ffn, copies=7)
 
     def qk_norm_rope_fwd(self, res: str) -> None:
@@ -330,9 +405,12 @@ class Walk:
         """In place."""
         ledger = self.ledger
         ledger.host_scratch(self.tokens, self.heads, self.head_dim, copies=5)
-        if self.work.config.qk_norm and self.work.lora is None and not self.work.layout.host:
-            blocks = min(BLOCKS, -(-self.tokens // WARPS))
-            ledger.scratch(2, blocks, self.head_dim, dtype=F32)
+        config = self.work.config
+        if config.qk_norm and self.work.lora is None and not self.work.layout.host:
+            rotary = int(self.head_dim * config.rope.partial_rotary_factor)
+            heads = (self.heads, self.kv_heads, self.head_dim)
+            blocks = rope_blocks(self.tokens, *heads, rotary, self.work.layout.compute)
+            ledger.scratch(blocks, self.head_dim, dtype=F32)
 
     def attention_fwd(self, res: str) -> None:
         ledger = self.ledger

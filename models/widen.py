@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from surogate.kernels.arrays import Array
+from surogate.kernels.linear import RecipeWeight
 from surogate.kernels.widened import Adapted, Refresh, Widened
 from surogate.models.config import ModelConfig
 from surogate.models.lora import MATRICES, LoraSpec
@@ -47,7 +48,7 @@ def _widened_layer(layer: Layer, adapter: LayerAdapter) -> Layer:
     found: dict[str, Any] = {}
     for name, matrix in MATRICES.items():
         pair = getattr(adapter, name)
-        if pair is not None:
+        if pair is not None and not isinstance(getattr(layer, matrix), RecipeWeight):
             found[matrix] = Widened.of(getattr(layer, matrix), len(pair.a))
     return layer._replace(**found)
 
@@ -59,6 +60,8 @@ def refresh_of(model: Model, adapter: Adapter, spec: LoraSpec, config: ModelConf
         for name, matrix in MATRICES.items():
             pair = getattr(pairs, name)
             if pair is not None:
-                parts = spec.parts(config, matrix)
-                adapted.append(Adapted(getattr(layer, matrix), pair.a, pair.b, parts))
+                weight = getattr(layer, matrix)
+                blocks = weight.blocks if isinstance(weight, RecipeWeight) else weight
+                assert blocks is not None, f"{matrix}: has no blocks for its adapter"
+                adapted.append(Adapted(blocks, pair.a, pair.b, spec.parts(config, matrix)))
     return Refresh(adapted, spec.scale)

@@ -18,8 +18,9 @@ from safetensors.numpy import load_file, save_file
 
 from surogate.kernels import tree
 from surogate.kernels.arrays import BF16
+from surogate.models.companions import COMPANIONS
 from surogate.models.config import from_hf, read_config
-from surogate.models.hf import COMPANIONS, INDEX, SINGLE, CheckpointError, read_model, write_model
+from surogate.models.hf import INDEX, SINGLE, CheckpointError, read_model, write_model
 from surogate.models.init import init_model
 from surogate.models.names import from_named, layout, named
 from surogate.models.tree import Model

@@ -26,11 +26,11 @@ from surogate.models.lora import (
     LoraSpec,
     adapter_from_named,
     init_adapter,
-    merge_adapter,
     named_adapter,
 )
 from surogate.models.names import named
 from surogate.models.tree import Adapter
+from tests.models.merged import merged_model
 from tests.models.test_config import tiny
 
 # A checkout has a folder called kernels: transformers must not take it for the package kernels.
@@ -95,7 +95,7 @@ def test_peft_loads_ours(architecture: str, targets: list[str], tmp_path: Path) 
 
     adapted = logits(peft)
     assert abs(adapted - plain).max() > 0.01 * abs(plain).max()
-    write_model(merge_adapter(model, adapter, spec, config), config, tmp_path / "merged", dtype=F32)
+    write_model(merged_model(model, adapter, spec, config), config, tmp_path / "merged", dtype=F32)
     # Two float32 computations of one product, in another order.
     np.testing.assert_allclose(
         logits(hf_model(tmp_path / "merged")), adapted, rtol=0, atol=1e-4 * abs(adapted).max()
@@ -104,7 +104,7 @@ def test_peft_loads_ours(architecture: str, targets: list[str], tmp_path: Path) 
         name.removeprefix("base_model.model."): value
         for name, value in peft.merge_and_unload().state_dict().items()
     }
-    for name, array in named(merge_adapter(model, adapter, spec, config), config).items():
+    for name, array in named(merged_model(model, adapter, spec, config), config).items():
         scale = abs(array).max()
         np.testing.assert_allclose(array, merged[name].numpy(), rtol=0, atol=1e-6 * scale)
 
@@ -188,10 +188,11 @@ def test_merge_rounds_once_and_leaves_the_rest_alone() -> None:
     before = tree.map(np.copy, model)
     spec = LoraSpec.of(4, 8, ["k_proj"])
     adapter = random_adapter(config, spec)
-    merged = merge_adapter(model, adapter, spec, config)
+    merged = merged_model(model, adapter, spec, config)
     tree.map(np.testing.assert_array_equal, model, before)
     layer, pair = merged.layers[0], adapter.layers[0].qkv
-    assert pair is not None and layer.w_o is model.layers[0].w_o
+    assert pair is not None
+    np.testing.assert_array_equal(layer.w_o, model.layers[0].w_o)
     delta = np.float32(2) * (pair.b @ pair.a)
     expected = (model.layers[0].w_qkv[64:96].astype(F32) + delta).astype(BF16)
     np.testing.assert_array_equal(layer.w_qkv[64:96], expected)

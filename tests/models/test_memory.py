@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from surogate.device import Device
-from surogate.kernels import arrays, matmul, tree
+from surogate.kernels import arrays, fp8_matmul, matmul, tree
 from surogate.kernels.arrays import BF16, F32, Backend
 from surogate.kernels.batch import batch_of
 from surogate.kernels.cublaslt import WORKSPACE_BYTES
+from surogate.kernels.linear import Products
+from surogate.kernels.nvfp4_linear import Nvfp4Options
 from surogate.kernels.widened import Widened
 from surogate.models import dense
 from surogate.models.blocks import Settings
@@ -25,8 +27,19 @@ from surogate.models.init import init_model
 from surogate.models.lora import LoraSpec, init_adapter
 from surogate.models.memory import memory_of, parameter_counts
 from surogate.models.pool import Event, Pool
+from surogate.models.recipe import (
+    Fp8Options,
+    Fp8Recipe,
+    Nvfp4Recipe,
+    Nvfp4Settings,
+    QuantizedRecipe,
+    Recipe,
+    Scope,
+    Storage,
+)
 from surogate.models.registry import MODELS, hf_config, lookup
 from surogate.models.walk import CARD, HOST, Walk, Work
+from surogate.models.widen import making_room
 from surogate.optim.adamw import AdamWConfig
 from surogate.step import StepOptions, TrainStep
 
@@ -51,6 +64,7 @@ def tiny(name: str, **sizes: Any) -> ModelConfig:
 
 QWEN3 = tiny("Qwen3-8B")
 TIED = tiny("Qwen3-0.6B")
+TWO = tiny("Qwen3-8B", num_hidden_layers=2)
 QWEN2 = tiny("Qwen2.5-7B", hidden_size=256, max_window_layers=3)
 LLAMA = tiny("Llama-3.2-1B", num_hidden_layers=1)
 
@@ -89,14 +103,20 @@ def card(monkeypatch) -> Tracker:
     """Ops take the way of a card, but compute nothing, and their arrays are tracked."""
     tracker, plain_zeros = Tracker(), np.zeros
     monkeypatch.setattr(Backend, "launch", lambda *a: None)
-    monkeypatch.setattr(matmul, "_host", lambda *a: None)
+    for products in (matmul, fp8_matmul):
+        monkeypatch.setattr(products, "_host", lambda *a: None)
     monkeypatch.setattr(arrays, "_filled", lambda s, d, like: tracker.add(np.empty(s, d)))
     monkeypatch.setattr(np, "zeros", lambda *a, **k: tracker.add(plain_zeros(*a, **k)))
     return tracker
 
 
 def work_of(
-    config: ModelConfig, targets: tuple[str, ...], layout: Any, recompute: Any, chunk: int | None
+    config: ModelConfig,
+    targets: tuple[str, ...],
+    layout: Any,
+    recompute: Any,
+    chunk: int | None,
+    recipe: Any = None,
 ) -> Work:
     low = layout.compute == BF16
     return Work(
@@ -111,14 +131,29 @@ def work_of(
         moment_dtype=F32,
         masters=low and bool(targets),
         widen=low and bool(targets),
+        recipe=recipe,
     )
+
+
+def recipe_of(work: Work) -> Recipe:
+    if work.recipe is None:
+        return Recipe()
+    if isinstance(work.recipe, Storage):
+        return QuantizedRecipe(work.config, Scope(), work.recipe)
+    if isinstance(work.recipe, Nvfp4Settings):
+        return Nvfp4Recipe(work.config, work.recipe)
+    return Fp8Recipe(work.config, work.recipe)
 
 
 def step_of(work: Work) -> TrainStep:
     """The training step that ``work`` describes, with a batch in place."""
     compute = work.layout.compute
     device = Device("cpu", "here", np, compute)
-    model = init_model(work.config, 0, compute)
+    recipe, put = recipe_of(work), lambda path, array: array
+    if work.lora is not None and work.recipe is not None:
+        room = making_room(put, work.config, work.lora)
+        put = recipe.frozen(put, room, work.lora)
+    model = init_model(work.config, 0, compute, put=put)
     adapter = None if work.lora is None else init_adapter(work.config, work.lora, 0, compute)
     options = StepOptions(
         tokens=work.tokens,
@@ -132,7 +167,8 @@ def step_of(work: Work) -> TrainStep:
     )
     optimizer = AdamWConfig(master_dtype="float32" if work.masters else "bfloat16")
     settings = Settings(work.config, work.lora)
-    step = TrainStep(device, model, adapter, settings, optimizer, options)
+    step = TrainStep(device, model, adapter, settings, optimizer, options, recipe)
+    step._ready = True  # no calibration
     random = np.random.default_rng(0)
     tokens = random.integers(0, work.config.vocab, work.tokens).astype(np.int32)
     step._feed.write(batch_of(tokens, [work.longest] * (work.tokens // work.longest)))
@@ -185,7 +221,32 @@ def held(*trees: Any) -> int:
     ],
 )
 def test_a_micro_batch_on_a_card_is_exact(card, config, targets, chunk, recompute):
-    work = work_of(config, targets, CARD, recompute, chunk)
+    check_micro_batch(card, work_of(config, targets, CARD, recompute, chunk))
+
+
+SOME_OF_IT = Scope(first=1, skipped=frozenset({"w_o"}), products=Products(wgrad=False))
+FEW, FEW4 = Fp8Options(SOME_OF_IT), Nvfp4Settings(SOME_OF_IT, Nvfp4Options(signs=None))
+
+
+@pytest.mark.parametrize("recompute", POLICIES)
+@pytest.mark.parametrize("targets", [(), ALL, SOME])
+@pytest.mark.parametrize(
+    "recipe",
+    [Fp8Options(), Fp8Options(scaling="row"), FEW, Nvfp4Settings(), FEW4],
+    ids=["fp8", "fp8 by row", "fp8 in part", "nvfp4", "nvfp4 in part"],
+)
+def test_a_micro_batch_of_a_recipe_is_exact(card, recipe, targets, recompute):
+    work = work_of(TWO, targets, CARD, recompute, None, recipe)
+    check_micro_batch(card, work._replace(tokens=208, longest=104))
+
+
+@pytest.mark.parametrize("recompute", POLICIES)
+@pytest.mark.parametrize("targets", [ALL, SOME])
+def test_a_micro_batch_of_stored_weights_is_exact(card, targets, recompute):
+    check_micro_batch(card, work_of(TWO, targets, CARD, recompute, None, Storage("nf4", 64, True)))
+
+
+def check_micro_batch(card: Tracker, work: Work) -> None:
     step, walk = step_of(work), Walk(work)
     kept, peaks = walk.micro(), walk.ledger.peaks
     before = card.live

@@ -12,10 +12,11 @@ from surogate.kernels.widened import Widened, plain, room, with_room
 from surogate.models import dense
 from surogate.models.blocks import Context, Settings
 from surogate.models.init import init_model
-from surogate.models.lora import LoraSpec, merge_adapter
+from surogate.models.lora import LoraSpec
 from surogate.models.names import named
 from surogate.models.tree import LayerAdapter
 from surogate.models.widen import making_room, refresh_of, widened
+from tests.models.merged import merged_model
 from tests.models.test_dense import with_adapter
 from tests.models.tiny import both, documents
 from tests.oracle import normal, same_bits, to_device, to_host
@@ -121,7 +122,7 @@ def test_names_and_merges_see_the_weights_themselves(tmp_path):
     for name, array in named(wide.params, model.config).items():
         same_bits(array, named(model.params, model.config)[name])
     spec = model.settings.lora
-    merged = [merge_adapter(m.params, m.adapter, spec, m.config) for m in (wide, model)]
+    merged = [merged_model(m.params, m.adapter, spec, m.config) for m in (wide, model)]
     for got, want in zip(*(tree.leaves(tree.map(plain, m)) for m in merged), strict=True):
         same_bits(got, want)
 

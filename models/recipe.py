@@ -1,0 +1,436 @@
+"""Recipes: in which number formats a model's matrix products are computed.
+
+A recipe turns the weights of the layers' four matrices into what ``linear`` multiplies with, and
+keeps what it has to remember from step to step (scales, histories, seeds) in arrays that go into
+checkpoints. ``Recipe`` itself is bf16: it changes nothing and remembers nothing.
+
+Embeddings, norms, the output head, attention and the what ``Scope`` leaves out stay in the
+compute type.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from surogate.kernels import tree
+from surogate.kernels.arrays import Array, on_device
+from surogate.kernels.fp8 import E4M3, E5M2, Fp8State, Scaling, limit_of
+from surogate.kernels.fp8_linear import FAST, Fp8Weight, Slots
+from surogate.kernels.fp8_matmul import emulated as fp8_emulated
+from surogate.kernels.linear import Products
+from surogate.kernels.nvfp4_linear import Nvfp4Options, Nvfp4Weight
+from surogate.kernels.nvfp4_matmul import emulated as nvfp4_emulated
+from surogate.kernels.quant.checkpoints import Scheme
+from surogate.kernels.quant.quantized import Quantized, quantize
+from surogate.kernels.quantized_linear import QuantizedWeight, Shared
+from surogate.models.config import ModelConfig
+from surogate.models.lora import MATRICES, LoraSpec
+from surogate.models.names import Field, layer_fields, layout
+from surogate.models.prequantized import Stack
+from surogate.models.tree import Model
+from surogate.models.widen import Put
+
+WEIGHTS = tuple(MATRICES.values())
+
+
+class Scope(NamedTuple):
+    """Where a recipe applies: to the matrices of all layers but the ``first`` and the ``last``,
+    and but ``skipped`` (fields of Layer); there, to ``products``.
+    """
+
+    first: int = 0
+    last: int = 0
+    skipped: frozenset[str] = frozenset()
+    products: Products = Products()
+
+    def covers(self, config: ModelConfig, path: str) -> bool:
+        """Whether the leaf at a path of the tree is such a matrix."""
+        root, _, rest = path.partition(".")
+        if root != "layers":
+            return False
+        index, _, field = rest.partition(".")
+        inside = self.first <= int(index) < config.layers - self.last
+        return inside and field in WEIGHTS and field not in self.skipped
+
+    def products_in_words(self) -> str:
+        """forward, dgrad and so on."""
+        return ", ".join(name for name in Products._fields if getattr(self.products, name))
+
+    def paths(self, config: ModelConfig) -> list[str]:
+        """Paths of all those matrices, in the order of the tree."""
+        found = [field.path for field in tree.leaves(layout(config))]
+        return [path for path in found if self.covers(config, path)]
+
+
+_EVERYWHERE = Scope()
+
+
+class Recipe:
+    """bf16, and what every recipe answers."""
+
+    def facts(self) -> list[str]:
+        """Lines for the start of a run."""
+        return []
+
+    def frozen(self, put: Put, wide: Put, lora: LoraSpec) -> Put:
+        """A ``put`` that turns frozen weights into what is multiplied with, as they are read.
+
+        ``put`` moves an array to the device, ``wide`` with room for an adapter.
+        """
+        return wide
+
+    def trained(self, model: Model) -> Model:
+        """The tree that the passes read of weights that are trained; it shares their memory."""
+        return model
+
+    def begin(self) -> None:
+        """Before the passes of a micro-batch, or of an evaluation's."""
+
+    def draw_(self) -> None:
+        """Before the passes of a micro-batch that is trained on: what rounds at random draws
+        anew.
+        """
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the first micro-batch can count; if not, it is run once inside
+        ``calibrating``.
+        """
+        return True
+
+    def calibrating(self) -> AbstractContextManager[None]:
+        """Passes inside learn what the recipe has to know before the first step."""
+        return nullcontext()
+
+    def unrecorded(self) -> AbstractContextManager[None]:
+        """Passes inside are not remembered: evaluations."""
+        return nullcontext()
+
+    def restored(self) -> AbstractContextManager[None]:
+        """What passes inside leave on the device is undone: trial runs of a recording."""
+        return nullcontext()
+
+    def update_(self) -> None:
+        """After the weights have changed, at the end of a step."""
+
+    def named(self) -> Mapping[str, Array]:
+        """What a checkpoint keeps."""
+        return {}
+
+    def loaded_(self) -> None:
+        """After ``named``'s arrays were written to."""
+
+
+class Fp8Options(NamedTuple):
+    """Of the fp8 recipe; see kernels/fp8.py."""
+
+    scope: Scope = Scope()
+    scaling: Scaling = "delayed"
+    history: int = 16
+    algorithm: Any = "max"
+    margin: int = 0
+    fast: Products = FAST
+
+
+class Fp8Recipe(Recipe):
+    """Weights and activations in E4M3, gradients in E5M2 (kernels/fp8_linear.py)."""
+
+    def __init__(self, config: ModelConfig, options: Fp8Options, library: Any = np) -> None:
+        self._config, self._options, self._library = config, options, library
+        self._paths = {path: i for i, path in enumerate(options.scope.paths(config))}
+        limits = [limit_of(form, options.margin) for form in (E4M3, E4M3, E5M2)]
+        self.state = Fp8State(
+            np.array(limits * len(self._paths), np.float32),
+            length=options.history,
+            algorithm=options.algorithm,
+            scaling=options.scaling,
+            library=library,
+        )
+        self._weights: list[Fp8Weight] = []
+
+    def facts(self) -> list[str]:
+        scope, scaling = self._options.scope, self._options.scaling
+        how = "in FP8"
+        if fp8_emulated(device_of(self._library)):
+            how = "emulated: this device has no FP8 products, so the same numbers take longer"
+        which = f"{len(self._paths)} matrices ({scope.products_in_words()})"
+        return [f"fp8_hybrid: {which}, {scaling} scaling, {how}"]
+
+    def _slots(self, path: str) -> Slots:
+        first = 3 * self._paths[path]
+        forms = (E4M3, E4M3, E5M2)
+        return Slots(*(self.state.slot(first + i, form) for i, form in enumerate(forms)))
+
+    def _weight(self, path: str, leaf: Array, *, trained: bool, ranks: int = 0) -> Fp8Weight:
+        products, slots = self._options.scope.products, self._slots(path)
+        return Fp8Weight.of(
+            leaf, slots, trained=trained, ranks=ranks, products=products, fast=self._options.fast
+        )
+
+    def frozen(self, put: Put, wide: Put, lora: LoraSpec) -> Put:
+        def put_codes(path: str, array: Array) -> Any:
+            if path not in self._paths:
+                return wide(path, array)
+            leaf = put(path, array)
+            ranks = ranks_of(lora, self._config, path, leaf)
+            return self._weight(path, leaf, trained=False, ranks=ranks)
+
+        return put_codes
+
+    def trained(self, model: Model) -> Model:
+        def wrap(field: Field, leaf: Array) -> Any:
+            if field.path not in self._paths:
+                return leaf
+            weight = self._weight(field.path, leaf, trained=True)
+            self._weights.append(weight)
+            return weight
+
+        wrapped: Model = tree.map(wrap, layout(self._config), model)
+        return wrapped
+
+    @property
+    def calibrated(self) -> bool:
+        return self._options.scaling != "delayed" or self.state.calibrated
+
+    def calibrating(self) -> AbstractContextManager[None]:
+        return self.state.calibrating()
+
+    def unrecorded(self) -> AbstractContextManager[None]:
+        return self.state.unrecorded()
+
+    def restored(self) -> AbstractContextManager[None]:
+        return self.state.restored()
+
+    def update_(self) -> None:
+        for weight in self._weights:
+            weight.recast_()
+        self.state.update_()
+
+    def named(self) -> Mapping[str, Array]:
+        if self._options.scaling != "delayed":
+            return {}
+        return {"fp8.history": self.state.history, "fp8.position": self.state.position}
+
+    def loaded_(self) -> None:
+        for weight in self._weights:
+            weight.recast_()
+        if self._options.scaling == "delayed":
+            self.state.load_(self.state.history.copy(), self.state.position.copy())
+
+
+class Nvfp4Settings(NamedTuple):
+    """Of the nvfp4 recipe; see kernels/nvfp4_linear.py."""
+
+    scope: Scope = Scope()
+    options: Nvfp4Options = Nvfp4Options()
+    seed: int = 0
+
+
+class Nvfp4Recipe(Recipe):
+    """Products of 4-bit numbers in blocks of 16 (kernels/nvfp4_linear.py).
+
+    ``key`` is the seed and the number of micro-batches so far, from which gradients' casts draw.
+    """
+
+    def __init__(self, config: ModelConfig, settings: Nvfp4Settings, library: Any = np) -> None:
+        self._config, self._settings, self._library = config, settings, library
+        self._paths = {path: i for i, path in enumerate(settings.scope.paths(config))}
+        self._key = library.asarray(np.array([settings.seed & 0xFFFFFFFF, 0], np.uint32))
+        self._weights: list[Nvfp4Weight] = []
+
+    def facts(self) -> list[str]:
+        scope, options, _ = self._settings
+        how = "in NVFP4"
+        if nvfp4_emulated(device_of(self._library)):
+            how = (
+                "emulated in bf16: this device has no FP4 products, so the same numbers take longer"
+            )
+        parts = [
+            f"{len(self._paths)} matrices ({scope.products_in_words()})",
+            *(["four over six"] if options.four_over_six else []),
+            *(["Hadamard transform"] if options.signs is not None else []),
+            *(["stochastic rounding of gradients"] if options.stochastic else []),
+            how,
+        ]
+        return [f"nvfp4: {', '.join(parts)}"]
+
+    def _weight(self, path: str, leaf: Array, *, trained: bool, ranks: int = 0) -> Nvfp4Weight:
+        return Nvfp4Weight.of(
+            leaf,
+            self._key,
+            trained=trained,
+            tensor=self._paths[path],
+            ranks=ranks,
+            options=self._settings.options,
+            products=self._settings.scope.products,
+        )
+
+    def frozen(self, put: Put, wide: Put, lora: LoraSpec) -> Put:
+        def put_casts(path: str, array: Array) -> Any:
+            if path not in self._paths:
+                return wide(path, array)
+            leaf = put(path, array)
+            ranks = ranks_of(lora, self._config, path, leaf)
+            return self._weight(path, leaf, trained=False, ranks=ranks)
+
+        return put_casts
+
+    def trained(self, model: Model) -> Model:
+        def wrap(field: Field, leaf: Array) -> Any:
+            if field.path not in self._paths:
+                return leaf
+            weight = self._weight(field.path, leaf, trained=True)
+            self._weights.append(weight)
+            return weight
+
+        wrapped: Model = tree.map(wrap, layout(self._config), model)
+        return wrapped
+
+    def draw_(self) -> None:
+        self._key[1:] += np.uint32(1)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        kept = self._key.copy()
+        try:
+            yield
+        finally:
+            self._key[...] = kept
+
+    def update_(self) -> None:
+        for weight in self._weights:
+            weight.recast_()
+
+    def named(self) -> Mapping[str, Array]:
+        return {"nvfp4.key": self._key}
+
+    def loaded_(self) -> None:
+        self.update_()
+
+
+class Storage(NamedTuple):
+    """How frozen weights are stored; see kernels/quant/quantized.py."""
+
+    format: str  # fp8, nf4 or nvfp4
+    block: int | None = None
+    double_quant: bool = False
+
+
+Precision = Fp8Options | Nvfp4Settings | Storage | Scheme  # Scheme: as the files store them
+
+
+def stored_as(precision: Precision | None, field: Field) -> Storage | Scheme | None:
+    """How a matrix of a layer is stored, as far as the configuration tells; None: plainly."""
+    if isinstance(precision, Scheme):
+        modules = (piece.name.removesuffix(".weight") for piece in field.pieces)
+        return None if any(map(precision.leaves, modules)) else precision
+    return precision if isinstance(precision, Storage) else None
+
+
+class StoredRecipe(Recipe):
+    """bf16 products of frozen weights that stay in codes, as their checkpoint has them.
+
+    Matrices that it has no codes for are plain ones. A stacked matrix (q, k, v; gate, up) of which
+    some tensors are quantised and others are not is one of those: it was decoded.
+    """
+
+    def __init__(self, config: ModelConfig, scope: Scope = _EVERYWHERE) -> None:
+        self._config = config
+        self._paths = {path: field_at(config, path) for path in scope.paths(config)}
+        self._shared: dict[str, Shared] = {}
+        self._kinds: dict[str, int] = {}  # in words -> matrices that were put
+
+    def facts(self) -> list[str]:
+        def number(count: int) -> str:
+            total = len(self._paths)
+            return f"{count}" if count == total else f"{count} of {total}"
+
+        return [
+            f"base weights in {kind}, as stored: {number(count)} matrices"
+            for kind, count in self._kinds.items()
+        ]
+
+    def begin(self) -> None:
+        for shared in self._shared.values():
+            shared.forget()
+
+    def frozen(self, put: Put, wide: Put, lora: LoraSpec) -> Put:
+        def put_stored(path: str, leaf: Any) -> Any:
+            if path not in self._paths or not isinstance(leaf, Stack):
+                return wide(path, leaf)
+            pieces = tuple(piece.map(lambda array: put(path, array)) for piece in leaf.pieces)
+            kind = in_words(pieces[0])
+            self._kinds[kind] = self._kinds.get(kind, 0) + 1
+            return self.stacked(path, pieces, lora, like=put(path, np.empty(0, leaf.dtype)))
+
+        return put_stored
+
+    def stacked(
+        self, path: str, pieces: tuple[Quantized, ...], lora: LoraSpec, *, like: Array
+    ) -> QuantizedWeight:
+        """The leaf of a matrix; ``like`` is of the compute type, on the device."""
+        field = path.rsplit(".", 1)[-1]
+        if field not in self._shared:
+            ranks, shape = ranks_of(lora, self._config, path, like), self._paths[path].shape
+            self._shared[field] = Shared((shape[0], shape[1]), ranks, like.dtype, like=like)
+        return QuantizedWeight.of(pieces, self._shared[field])
+
+
+class QuantizedRecipe(StoredRecipe):
+    """bf16 products of frozen weights that are quantised as they are read (QLoRA)."""
+
+    def __init__(self, config: ModelConfig, scope: Scope, storage: Storage) -> None:
+        super().__init__(config, scope)
+        self._storage = storage
+
+    def facts(self) -> list[str]:
+        form, block, double = self._storage
+        blocks = f", blocks of {block}" if block else ""
+        twice = ", scales quantised too" if double else ""
+        return [f"base weights in {form}{blocks}{twice}: {len(self._paths)} matrices"]
+
+    def frozen(self, put: Put, wide: Put, lora: LoraSpec) -> Put:
+        def put_quantized(path: str, array: Array) -> Any:
+            field = self._paths.get(path)
+            if field is None:
+                return wide(path, array)
+            leaf = put(path, array)
+            pieces = (field.view(leaf, piece) for piece in field.pieces)
+            return self.stacked(path, tuple(map(self._quantize, pieces)), lora, like=leaf)
+
+        return put_quantized
+
+    def _quantize(self, piece: Array) -> Quantized:
+        form, block, double = self._storage
+        return quantize(piece, form, block=block, double_quant=double)
+
+
+def in_words(q: Quantized) -> str:
+    """fp8, blocks of 128 and the like."""
+    rows, columns = q.block
+    side = f"{rows} x {columns}" if q.format == "fp8" and rows != columns else f"{columns}"
+    twice = ", scales quantised too" if q.nested else ""
+    return f"{q.format}, blocks of {side}{twice}"
+
+
+def device_of(library: Any) -> int | None:
+    """The current card; None for NumPy."""
+    return None if library is np else int(library.cuda.runtime.getDevice())
+
+
+def ranks_of(lora: LoraSpec, config: ModelConfig, path: str, leaf: Array) -> int:
+    """Ranks of a matrix's adapter that want blocks; none on the host, whose products take the
+    adapter's own arrays.
+    """
+    if not on_device(leaf):
+        return 0
+    return len(lora.parts(config, path.rsplit(".", 1)[-1])) * lora.rank
+
+
+def field_at(config: ModelConfig, path: str) -> Field:
+    """The field of a layer at a path of the tree."""
+    _, index, name = path.split(".")
+    found: Field = getattr(layer_fields(config, int(index)), name)
+    return found
