@@ -33,8 +33,13 @@ compile: $(VENV)/.test
 gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m gpu
 
+# Measures every op, matrix product and step on a card: BENCH = "bench/test_ops.py -k rmsnorm" for
+# some. Writes bench/RESULTS.md.
+BENCH ?= bench
 bench: $(VENV)/.test
-	$(BIN)/python -m bench
+	mkdir -p $(RUNS)
+	$(BIN)/python -m pytest $(BENCH) -q -m gpu --benchmark-quiet --benchmark-json $(RUNS)/bench.json
+	$(BIN)/python -m bench.report $(RUNS)/bench.json
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

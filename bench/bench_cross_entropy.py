@@ -4,13 +4,13 @@ Bytes are one read of the logits, and for gradients one write: the fused kernel 
 chip between its passes, except for what is left of the longest rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import cupy
 import numpy as np
 
 from bench.harness import Case
-from surogate.kernels.arrays import BF16
+from bench.inputs import random
 from surogate.kernels.cross_entropy import (
     cross_entropy_bwd,
     cross_entropy_fused_,
@@ -29,25 +29,29 @@ SIZES = [  # tokens of a chunk, vocabulary: no chunk fits an L2 cache
 def cases() -> Iterator[Case]:
     """Forward, backward, and both in place."""
     for tokens, vocab in SIZES:
-        logits = cupy.random.standard_normal((tokens, vocab), dtype="f4").astype(BF16)
-        labels = cupy.random.randint(0, vocab, tokens).astype("i4")
-        yield from size_cases(f"{tokens} x {vocab}", logits, labels)
+        yield from size_cases(tokens, vocab)
 
 
-def size_cases(name: str, logits: cupy.ndarray, labels: cupy.ndarray) -> Iterator[Case]:
+def size_cases(tokens: int, vocab: int) -> Iterator[Case]:
     """Every call writes the same arrays: each is read from memory, since all are beyond the L2."""
-    gradient, d_logprobs = logits.copy(), cupy.ones(len(labels), np.float32)
-    _, res = cross_entropy_fwd(logits, labels=labels)
+    name, size = f"{tokens} x {vocab}", 2 * tokens * vocab
 
-    def forward() -> None:
-        cross_entropy_fwd(logits, labels=labels)
+    def labels() -> cupy.ndarray:
+        return cupy.random.randint(0, vocab, tokens).astype("i4")
 
-    def backward() -> None:
-        cross_entropy_bwd(res, d_logprobs)
+    def forward() -> Callable[[], object]:
+        logits, ids = random(tokens, vocab), labels()
+        return lambda: cross_entropy_fwd(logits, labels=ids)
 
-    def fused() -> None:
-        cross_entropy_fused_(gradient, labels=labels)
+    def backward() -> Callable[[], object]:
+        _, res = cross_entropy_fwd(random(tokens, vocab), labels=labels())
+        d_logprobs = cupy.ones(tokens, np.float32)
+        return lambda: cross_entropy_bwd(res, d_logprobs)
 
-    yield Case(f"cross_entropy_fwd {name}", forward, bytes=logits.nbytes)
-    yield Case(f"cross_entropy_bwd {name}", backward, bytes=2 * logits.nbytes)
-    yield Case(f"cross_entropy_fused_ {name}", fused, bytes=2 * logits.nbytes)
+    def fused() -> Callable[[], object]:
+        gradient, ids = random(tokens, vocab), labels()
+        return lambda: cross_entropy_fused_(gradient, labels=ids)
+
+    yield Case(f"cross_entropy_fwd {name}", forward, bytes=size)
+    yield Case(f"cross_entropy_bwd {name}", backward, bytes=2 * size)
+    yield Case(f"cross_entropy_fused_ {name}", fused, bytes=2 * size)

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 import cupy
 import numpy as np
 
-from bench.bench_rmsnorm import random, rotated
 from bench.harness import Case
+from bench.inputs import random, rotated
+from surogate.kernels.arrays import BF16, F32
 from surogate.kernels.embedding import EmbeddingResiduals, embedding_bwd, embedding_fwd
 
 VOCAB = 151936
-SIZES = [(4096, 1024), (8192, 4096), (32768, 4096)]
+SIZES = [(4096, 1024), (32768, 4096)]  # tokens, hidden
 
 
 def zipf(tokens: int, padded: bool) -> np.ndarray:
@@ -31,32 +32,37 @@ def zipf(tokens: int, padded: bool) -> np.ndarray:
 def cases() -> Iterator[Case]:
     """Small and large micro-batches over the vocabulary of Qwen."""
     for tokens, hidden in SIZES:
-        weight, size, name = random(VOCAB, hidden), 2 * tokens * hidden, f"{tokens} x {hidden}"
-        ids = cupy.asarray(zipf(tokens, False))
+        name = f"{tokens} x {hidden}"
 
-        def forward(weight: cupy.ndarray = weight, ids: cupy.ndarray = ids) -> object:
-            return embedding_fwd(weight, tokens=ids)
+        def forward(tokens: int = tokens, hidden: int = hidden) -> Callable[[], object]:
+            weight, ids = random(VOCAB, hidden), cupy.asarray(zipf(tokens, False))
+            return lambda: embedding_fwd(weight, tokens=ids)
 
-        yield Case(f"embedding_fwd {name}", forward, bytes=2 * size)
+        yield Case(f"embedding_fwd {name}", forward, bytes=2 * 2 * tokens * hidden)
         yield from backward_cases(name, tokens, hidden)
 
 
 def backward_cases(name: str, tokens: int, hidden: int) -> Iterator[Case]:
     """Into a float32 buffer with text and with padding, and fresh."""
-    buffer, size = cupy.zeros((VOCAB, hidden), np.float32), 2 * tokens * hidden
-    for kind, padded, into in (
-        ("text", False, buffer),
-        ("padded", True, buffer),
-        ("fresh", False, None),
+    size = 2 * tokens * hidden
+    for kind, padded, fresh in (
+        ("text", False, False),
+        ("padded", True, False),
+        ("fresh", False, True),
     ):
         ids = zipf(tokens, padded)
-        res = EmbeddingResiduals(cupy.asarray(ids), VOCAB, random(1).dtype)
 
-        def build(res: EmbeddingResiduals = res, into: object = into) -> Callable[[], object]:
-            dy = random(tokens, hidden)
+        def shared(ids: np.ndarray = ids, fresh: bool = fresh) -> tuple:
+            res = EmbeddingResiduals(cupy.asarray(ids), VOCAB, BF16)
+            return res, None if fresh else cupy.zeros((VOCAB, hidden), F32)
+
+        def build(shared: tuple) -> Callable[[], object]:
+            (res, into), dy = shared, random(tokens, hidden)
             return lambda: embedding_bwd(res, dy, into=into)
 
-        rows = VOCAB * 2 if into is None else len(np.unique(ids)) * 8
+        rows = VOCAB * 2 if fresh else len(np.unique(ids)) * 8
         yield Case(
-            f"embedding_bwd {name}, {kind}", rotated(build, size), bytes=size + rows * hidden
+            f"embedding_bwd {name}, {kind}",
+            rotated(build, size, shared=shared),
+            bytes=size + rows * hidden,
         )

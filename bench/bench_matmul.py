@@ -1,82 +1,82 @@
-"""Products of a dense model's layers, forward and both gradients, and of its adapters.
+"""Every matrix product of the published models: forward and both gradients, at a micro-batch.
 
-Weights are the fused ones that linear takes; a micro-batch is of 16384 tokens. A weight's gradient
-is added to a float32 or a bfloat16 buffer, as accumulation does. Adapter cases time all of linear.
+A layer's weights are the fused ones that linear takes (qkv, o, gate and up, down), a weight's
+gradient is added to a bf16 buffer as accumulation does, and the head works on as many tokens as the
+loss takes at a time. Models that share a shape share its cases.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import cupy
 
 from bench.harness import Case
-from surogate.kernels.arrays import BF16, FROZEN
-from surogate.kernels.linear import LinearInto, LoRA, linear_bwd, linear_fwd
+from bench.inputs import random
+from surogate.kernels.lm_head import default_chunk
 from surogate.kernels.matmul import matmul
+from surogate.models.config import parameter_shapes
+from surogate.models.registry import MODELS, lookup
 
-TOKENS = 16384
-# name: inner, outer, and the parts that adapters take
-WEIGHTS = {
-    "0.6B qkv": (1024, 4096, ((0, 2048), (2048, 3072), (3072, 4096))),
-    "0.6B o": (2048, 1024, ()),
-    "0.6B gate up": (1024, 6144, ((0, 3072), (3072, 6144))),
-    "0.6B down": (3072, 1024, ()),
-    "8B qkv": (4096, 6144, ((0, 4096), (4096, 5120), (5120, 6144))),
-    "8B o": (4096, 4096, ()),
-    "8B gate up": (4096, 24576, ((0, 12288), (12288, 24576))),
-    "8B down": (12288, 4096, ()),
-}
-RANK = 16
+TOKENS = 4096
 
 
-def random(*shape: int) -> cupy.ndarray:
-    """Normal bf16 numbers: a product of zeros would run at a clock that no training sees."""
-    return cupy.random.standard_normal(shape, dtype="f4").astype(BF16)
+class Shape(NamedTuple):
+    """A weight, the tokens it meets, and where it stands ("Qwen3-8B qkv")."""
+
+    tokens: int
+    inner: int
+    outer: int
+    places: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """tokens x inner x outer, and the first place."""
+        return f"{self.tokens} x {self.inner} x {self.outer}, {self.places[0]}"
+
+
+def shapes() -> list[Shape]:
+    """Each distinct shape once, models in the registry's order."""
+    places: dict[tuple[int, int, int], list[str]] = {}
+    for full in MODELS:
+        config = lookup(full)
+        layer = parameter_shapes(config).layers[0]
+        chunk = default_chunk(TOKENS, config.vocab, 2)
+        for name, tokens, (outer, inner) in (
+            ("qkv", TOKENS, layer.w_qkv),
+            ("o", TOKENS, layer.w_o),
+            ("gate up", TOKENS, layer.w_gate_up),
+            ("down", TOKENS, layer.w_down),
+            ("head", chunk, (config.vocab, config.hidden)),
+        ):
+            place = f"{full.split('/')[1]} {name}"
+            places.setdefault((tokens, inner, outer), []).append(place)
+    return [Shape(*size, tuple(names)) for size, names in places.items()]
 
 
 def cases() -> Iterator[Case]:
-    """Every weight: y, dx, dweight into both buffers, then forward and backward with an adapter."""
-    for name, (inner, outer, parts) in WEIGHTS.items():
-        x, weight, dy = random(TOKENS, inner), random(outer, inner), random(TOKENS, outer)
-        y, dx = cupy.empty_like(dy), cupy.empty_like(x)
-        flops = 2 * TOKENS * inner * outer
-
-        def forward(x=x, weight=weight, y=y) -> None:
-            matmul(x, weight, transpose_b=True, out=y)
-
-        def data_gradient(dy=dy, weight=weight, dx=dx) -> None:
-            matmul(dy, weight, out=dx)
-
-        yield Case(f"matmul {name} y", forward, flops=flops)
-        yield Case(f"matmul {name} dx", data_gradient, flops=flops)
-        for dtype in ("float32", "bfloat16"):
-            held = cupy.zeros((outer, inner), BF16 if dtype == "bfloat16" else dtype)
-
-            def weight_gradient(dy=dy, x=x, held=held) -> None:
-                matmul(dy, x, transpose_a=True, out=held, accumulate=True)
-
-            yield Case(f"matmul {name} dweight into {dtype}", weight_gradient, flops=flops)
-        yield from adapter_cases(name, x, weight, dy, parts or ((0, outer),))
+    """y, dx and dweight of every shape."""
+    for shape in shapes():
+        yield from shape_cases(shape)
 
 
-def adapter_cases(
-    name: str,
-    x: cupy.ndarray,
-    weight: cupy.ndarray,
-    dy: cupy.ndarray,
-    parts: tuple[tuple[int, int], ...],
-) -> Iterator[Case]:
-    """A frozen weight with an adapter; FLOPs are those of the weight's products alone."""
-    lora = LoRA(random(len(parts) * RANK, x.shape[1]), random(dy.shape[1], RANK))
-    held = LoRA(*(cupy.zeros(each.shape, "f4") for each in lora))
-    into = LinearInto(FROZEN, None, held)
-    _, res = linear_fwd(x, weight, None, lora, parts=parts)
-    flops = 2 * len(x) * weight.size
+def shape_cases(shape: Shape) -> Iterator[Case]:
+    """y = x W^T, dx = dy W, and dW += dy^T x."""
+    tokens, inner, outer, _ = shape
+    flops = 2 * tokens * inner * outer
 
-    def forward() -> None:
-        linear_fwd(x, weight, None, lora, parts=parts)
+    def forward() -> Callable[[], object]:
+        x, weight, y = random(tokens, inner), random(outer, inner), random(tokens, outer)
+        return lambda: matmul(x, weight, transpose_b=True, out=y)
 
-    def backward() -> None:
-        linear_bwd(res, dy, into=into)
+    def data_gradient() -> Callable[[], object]:
+        dy, weight, dx = random(tokens, outer), random(outer, inner), random(tokens, inner)
+        return lambda: matmul(dy, weight, out=dx)
 
-    yield Case(f"linear {name} forward, rank {RANK}", forward, flops=flops)
-    yield Case(f"linear {name} backward, rank {RANK}", backward, flops=flops)
+    def weight_gradient() -> Callable[[], object]:
+        dy, x = random(tokens, outer), random(tokens, inner)
+        held = cupy.zeros((outer, inner), x.dtype)
+        return lambda: matmul(dy, x, transpose_a=True, out=held, accumulate=True)
+
+    yield Case(f"{shape.name} y", forward, flops=flops)
+    yield Case(f"{shape.name} dx", data_gradient, flops=flops)
+    yield Case(f"{shape.name} dweight", weight_gradient, flops=flops)

@@ -5,9 +5,9 @@ Bytes are one read and one write of q and k; with a norm, the backward also read
 
 from collections.abc import Callable, Iterator
 
-from bench.bench_rmsnorm import random, rotated
 from bench.bench_rope import settings
 from bench.harness import Case
+from bench.inputs import random, rotated
 from surogate.kernels.qk_norm_rope import (
     qk_norm_rope_bwd_,
     qk_norm_rope_fwd,
@@ -33,26 +33,31 @@ def cases() -> Iterator[Case]:
 
 def pair_cases(tokens: int, heads: int, kv_heads: int, head_dim: int, norm: bool) -> Iterator[Case]:
     """Forward (without a norm in place too), and the backward in place on a packed gradient."""
-    given = settings(tokens, head_dim) | {"heads": heads, "kv_heads": kv_heads}
-    weights = (random(head_dim), random(head_dim)) if norm else (None, None)
     shape = (tokens, heads + 2 * kv_heads, head_dim)
     size = 2 * tokens * (heads + kv_heads) * head_dim
     name = f"{tokens} x {heads}/{kv_heads} x {head_dim}" + (", norm" if norm else "")
 
-    def forward() -> Callable[[], object]:
-        qkv = random(*shape)
+    def shared() -> tuple:
+        given = settings(tokens, head_dim) | {"heads": heads, "kv_heads": kv_heads}
+        return (random(head_dim), random(head_dim)) if norm else (None, None), given
+
+    def forward(shared: tuple) -> Callable[[], object]:
+        (weights, given), qkv = shared, random(*shape)
         return lambda: qk_norm_rope_fwd(qkv, *weights, **given)
 
-    def forward_in_place() -> Callable[[], object]:
-        qkv = random(*shape)
+    def forward_in_place(shared: tuple) -> Callable[[], object]:
+        (_, given), qkv = shared, random(*shape)
         return lambda: qk_norm_rope_fwd_(qkv, **given)
 
-    def backward() -> Callable[[], object]:
+    def backward(shared: tuple) -> Callable[[], object]:
+        weights, given = shared
         _, res = qk_norm_rope_fwd(random(*shape), *weights, **given)
         grads = random(*shape)
         return lambda: qk_norm_rope_bwd_(res, grads)
 
-    yield Case(f"qk_norm_rope_fwd {name}", rotated(forward, size), bytes=2 * size)
-    if not norm:
-        yield Case(f"qk_norm_rope_fwd_ {name}", rotated(forward_in_place, size), bytes=2 * size)
-    yield Case(f"qk_norm_rope_bwd_ {name}", rotated(backward, size), bytes=(2 + norm) * size)
+    for title, build, moved in (
+        ("qk_norm_rope_fwd", forward, 2),
+        *((("qk_norm_rope_fwd_", forward_in_place, 2),) if not norm else ()),
+        ("qk_norm_rope_bwd_", backward, 2 + norm),
+    ):
+        yield Case(f"{title} {name}", rotated(build, size, shared=shared), bytes=moved * size)

@@ -3,33 +3,17 @@
 Bytes are one read of each input and one write of each output.
 """
 
-import itertools
 from collections.abc import Callable, Iterator
-
-import cupy
+from typing import Any
 
 from bench.harness import Case
-from surogate.kernels.arrays import BF16, FROZEN
+from bench.inputs import random, rotated
+from surogate.kernels.arrays import FROZEN
 from surogate.kernels.rmsnorm import add_rmsnorm_bwd, add_rmsnorm_fwd, rmsnorm_bwd, rmsnorm_fwd
 
 TOKENS = (4096, 8192, 32768)
 HIDDEN = (896, 1024, 2560, 4096, 5120, 8192)
-COLD = 128 << 20  # bytes of arguments that no L2 cache holds
 EPS = 1e-6
-
-
-def random(*shape: int) -> cupy.ndarray:
-    """Standard normal bfloat16."""
-    return cupy.random.standard_normal(shape, dtype="f4").astype(BF16)
-
-
-def rotated(build: Callable[[], Callable[[], object]], size: int) -> Callable[[], object]:
-    """A call that takes other arguments each time.
-
-    ``build`` makes a call with arguments of ``size`` bytes; as many are made as no cache holds.
-    """
-    calls = itertools.cycle([build() for _ in range(-(-COLD // size))])
-    return lambda: next(calls)()
 
 
 def cases() -> Iterator[Case]:
@@ -41,33 +25,38 @@ def cases() -> Iterator[Case]:
 
 def pair_cases(tokens: int, hidden: int) -> Iterator[Case]:
     """Forward and backward, each with and without the residual stream."""
-    weight, shape, size = random(hidden), (tokens, hidden), 2 * tokens * hidden
+    shape, size = (tokens, hidden), 2 * tokens * hidden
     name = f"{tokens} x {hidden}"
 
-    def plain() -> Callable[[], object]:
+    def weight() -> Any:
+        return random(hidden)
+
+    def plain(weight: Any) -> Callable[[], object]:
         x = random(*shape)
         return lambda: rmsnorm_fwd(x, weight, eps=EPS)
 
-    def added() -> Callable[[], object]:
+    def added(weight: Any) -> Callable[[], object]:
         x, residual = random(*shape), random(*shape)
         return lambda: add_rmsnorm_fwd(x, residual, weight, eps=EPS)
 
-    def plain_backward(into: object = None) -> Callable[[], object]:
+    def plain_backward(weight: Any, into: Any = None) -> Callable[[], object]:
         dy = random(*shape)
         _, res = rmsnorm_fwd(random(*shape), weight, eps=EPS)
         return lambda: rmsnorm_bwd(res, dy, into=into)
 
-    def added_backward() -> Callable[[], object]:
+    def added_backward(weight: Any) -> Callable[[], object]:
         dy, dh = random(*shape), random(*shape)
         _, res = add_rmsnorm_fwd(random(*shape), dh, weight, eps=EPS)
         return lambda: add_rmsnorm_bwd(res, dy, dh)
 
-    yield Case(f"rmsnorm_fwd {name}", rotated(plain, size), bytes=2 * size)
-    yield Case(f"add_rmsnorm_fwd {name}", rotated(added, 2 * size), bytes=4 * size)
-    yield Case(f"rmsnorm_bwd {name}", rotated(plain_backward, 2 * size), bytes=3 * size)
-    yield Case(
-        f"rmsnorm_bwd {name}, frozen weight",
-        rotated(lambda: plain_backward(FROZEN), 2 * size),
-        bytes=3 * size,
-    )
-    yield Case(f"add_rmsnorm_bwd {name}", rotated(added_backward, 3 * size), bytes=4 * size)
+    def frozen(weight: Any) -> Callable[[], object]:
+        return plain_backward(weight, FROZEN)
+
+    for title, build, read, moved in (
+        (f"rmsnorm_fwd {name}", plain, 1, 2),
+        (f"add_rmsnorm_fwd {name}", added, 2, 4),
+        (f"rmsnorm_bwd {name}", plain_backward, 2, 3),
+        (f"rmsnorm_bwd {name}, frozen weight", frozen, 2, 3),
+        (f"add_rmsnorm_bwd {name}", added_backward, 3, 4),
+    ):
+        yield Case(title, rotated(build, read * size, shared=weight), bytes=moved * size)

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 
 import cupy
 
-from bench.bench_rmsnorm import random, rotated
 from bench.harness import Case
+from bench.inputs import random, rotated
 from surogate.kernels.rope import RopeTable, rope_bwd, rope_frequencies, rope_fwd, rope_table
 
-TOKENS = (4096, 8192, 32768)
+TOKENS = (4096, 32768)
 HEADS = [(14, 64), (16, 128), (64, 128)]  # heads, head_dim
 
 
@@ -23,17 +23,25 @@ def cases() -> Iterator[Case]:
     """The queries of small and large models."""
     for heads, head_dim in HEADS:
         for tokens in TOKENS:
-            shape, size = (tokens, heads, head_dim), 2 * tokens * heads * head_dim
-            given, name = settings(tokens, head_dim), f"{tokens} x {heads} x {head_dim}"
+            yield from pair_cases(tokens, heads, head_dim)
 
-            def forward(shape: tuple = shape, given: dict = given) -> Callable[[], object]:
-                x = random(*shape)
-                return lambda: rope_fwd(x, **given)
 
-            def backward(shape: tuple = shape, given: dict = given) -> Callable[[], object]:
-                x, dy = random(*shape), random(*shape)
-                _, res = rope_fwd(x, **given)
-                return lambda: rope_bwd(res, dy)
+def pair_cases(tokens: int, heads: int, head_dim: int) -> Iterator[Case]:
+    """Forward and backward."""
+    shape, size = (tokens, heads, head_dim), 2 * tokens * heads * head_dim
+    name = f"{tokens} x {heads} x {head_dim}"
 
-            yield Case(f"rope_fwd {name}", rotated(forward, size), bytes=2 * size)
-            yield Case(f"rope_bwd {name}", rotated(backward, size), bytes=2 * size)
+    def given() -> dict:
+        return settings(tokens, head_dim)
+
+    def forward(given: dict) -> Callable[[], object]:
+        x = random(*shape)
+        return lambda: rope_fwd(x, **given)
+
+    def backward(given: dict) -> Callable[[], object]:
+        dy = random(*shape)
+        _, res = rope_fwd(random(*shape), **given)
+        return lambda: rope_bwd(res, dy)
+
+    yield Case(f"rope_fwd {name}", rotated(forward, size, shared=given), bytes=2 * size)
+    yield Case(f"rope_bwd {name}", rotated(backward, size, shared=given), bytes=2 * size)

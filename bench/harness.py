@@ -1,26 +1,36 @@
-"""What a benchmark is (``Case``) and how it is timed on a card.
+"""What a benchmark is (``Case``), how it is timed on a card, and what its time is held against.
 
-A case states the bytes it must move or the operations it must do; the harness reports the median
-time and the share of the copy or matrix-product rate measured in the same sitting. Arguments are
-rotated between buffers larger than the L2 cache by the cases themselves; timing uses CUDA events
-around batches of calls.
+A case states the bytes it must move or the operations it must do. It is recorded into a CUDA graph
+of many calls and timed by events around a replay, so that no launch of the host is in the time; its
+share is of the copy or matrix-product rate of the same sitting. Cases rotate their arguments among
+more memory than the L2 cache holds (inputs.py). A few megabytes are copied at a lower rate than
+many, for a launch and the card's way to full speed are as long: so what moves bytes is also held
+against a copy of just as many.
 """
 
-import json
+import functools
+import importlib.metadata
 import statistics
-import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+ROUNDS = 7
+MOST_CALLS, LEAST_SECONDS = 20, 2e-3  # of a graph: enough for the resolution of events
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measured call: its name, the call, and the bytes or operations that it cannot avoid."""
+    """One measured call: its name, what builds it, and the bytes or operations it cannot avoid.
+
+    ``build`` makes the arguments on the card and returns the call. Making a case needs no card and
+    must not touch it; bytes that depend on the card are a function, which is called there.
+    """
 
     name: str
-    run: Callable[[], Any]
-    bytes: int = 0
+    build: Callable[[], Callable[[], object]]
+    bytes: int | Callable[[], int] = 0
     flops: int = 0
 
 
@@ -32,108 +42,132 @@ class Ceilings:
     matmul: float
 
 
-def time_call(run: Callable[[], Any], *, calls: int = 20, repeats: int = 7) -> float:
-    """Median seconds of one call on the card, from events around ``calls`` calls."""
-    import cupy
-
-    stream = cupy.cuda.get_current_stream()
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(repeats):
-        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        begin.record(stream)
-        for _ in range(calls):
-            run()
-        end.record(stream)
-        end.synchronize()
-        times.append(cupy.cuda.get_elapsed_time(begin, end) / 1e3 / calls)
-    return statistics.median(times)
+class Unsupported(Exception):
+    """Raised by ``Case.build`` when this card or a library cannot run the case; says why."""
 
 
-def time_captured(run: Callable[[], Any], *, calls: int = 10, repeats: int = 7) -> float:
-    """Median seconds of one call inside a CUDA graph of ``calls`` calls: no launch cost of the
-    host.
+class Clock:
+    """A clock that moves only by the time a card spent in what is measured.
+
+    pytest-benchmark reads its timer before and after a round. A host clock there would time a
+    launch and a synchronisation too; this one is moved by the events' own figure in between, so
+    that its statistics and files hold the card's time and nothing else.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def read(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+CLOCK = Clock()
+
+
+def seconds_of(launch: Callable[[], object]) -> float:
+    """Seconds on the card of what ``launch`` enqueues, from events around it.
+
+    It is launched once before: while the card is busy with that, the host enqueues the rest, and no
+    gap between two launches is timed.
     """
     import cupy
 
-    pool = cupy.cuda.MemoryPool()
-    stream = cupy.cuda.get_current_stream()  # the one that made the arguments
-    with cupy.cuda.using_allocator(pool.malloc):
-        for _ in range(2):
-            run()
-        stream.synchronize()
-        stream.begin_capture()
+    stream = cupy.cuda.get_current_stream()
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    launch()
+    begin.record(stream)
+    launch()
+    end.record(stream)
+    end.synchronize()
+    return cupy.cuda.get_elapsed_time(begin, end) / 1e3
+
+
+def captured(run: Callable[[], object]) -> Callable[[], float]:
+    """Records calls of ``run`` into a CUDA graph; the function returned replays them and gives the
+    seconds of one call.
+    """
+    from surogate.kernels.capture import capture
+
+    run()  # compiles its kernels, chooses its algorithms
+    calls = max(1, min(MOST_CALLS, round(LEAST_SECONDS / seconds_of(run))))
+
+    def repeat() -> None:
         for _ in range(calls):
             run()
-        graph = stream.end_capture()
-        graph.launch(stream)
-        stream.synchronize()
-        times = []
-        for _ in range(repeats):
-            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-            begin.record(stream)
-            graph.launch(stream)
-            end.record(stream)
-            end.synchronize()
-            times.append(cupy.cuda.get_elapsed_time(begin, end) / 1e3 / calls)
-    return statistics.median(times)
+
+    replay = capture(repeat)
+    return lambda: seconds_of(replay) / calls
 
 
 def measure_ceilings() -> Ceilings:
     """Copies 2 GiB and multiplies 8192 x 8192 bf16 matrices of random numbers."""
     import cupy
 
-    from surogate.kernels.arrays import BF16
+    from bench.inputs import random
     from surogate.kernels.matmul import matmul
 
-    size = 2 << 30
+    size, side = 2 << 30, 8192
     source, target = cupy.ones(size, cupy.uint8), cupy.empty(size, cupy.uint8)
     stream = cupy.cuda.get_current_stream()
-    copy = time_call(lambda: target.data.copy_from_device_async(source.data, size, stream), calls=5)
-    side = 8192
-    a, b = (cupy.random.standard_normal((side, side), dtype="f4").astype(BF16) for _ in range(2))
-    product = time_call(lambda: matmul(a, b, transpose_b=True), calls=5)
+    a, b, out = (random(side, side) for _ in range(3))
+    matmul(a, b, transpose_b=True, out=out)  # chooses its algorithm
+
+    def median(run: Callable[[], object]) -> float:
+        return statistics.median(seconds_of(run) for _ in range(5 * ROUNDS))
+
+    copy = median(lambda: target.data.copy_from_device_async(source.data, size, stream))
+    product = median(lambda: matmul(a, b, transpose_b=True, out=out))
     return Ceilings(2 * size / copy, 2 * side**3 / product)
 
 
-def report(cases: Iterable[Case], ceilings: Ceilings) -> list[dict[str, Any]]:
-    """Times each case and prints a line for it."""
-    rows = []
-    for case in cases:
-        seconds = time_captured(case.run)
-        row: dict[str, Any] = {"name": case.name, "us": seconds * 1e6}
-        if case.bytes:
-            row |= {
-                "TB/s": case.bytes / seconds / 1e12,
-                "share": case.bytes / seconds / ceilings.copy,
-            }
-        if case.flops:
-            row |= {
-                "TFLOP/s": case.flops / seconds / 1e12,
-                "share": case.flops / seconds / ceilings.matmul,
-            }
-        rows.append(row)
-        shown = (
-            f"{row['TB/s']:6.2f} TB/s" if case.bytes else f"{row.get('TFLOP/s', 0):6.0f} TFLOP/s"
-        )
-        print(f"{case.name:56s} {row['us']:9.1f} us {shown} {row.get('share', 0):6.1%}", flush=True)
-    return rows
+@functools.cache
+def copy_seconds(size: int) -> float:
+    """Seconds of a copy that moves ``size`` bytes, half of them read and half written, timed as
+    cases are.
+    """
+    import cupy
+
+    from bench.inputs import rotated
+
+    half = size // 2
+
+    def build() -> Callable[[], object]:
+        source, target = cupy.ones(half, cupy.uint8), cupy.empty(half, cupy.uint8)
+        stream = cupy.cuda.get_current_stream()
+        return lambda: target.data.copy_from_device_async(source.data, half, stream)
+
+    seconds = captured(rotated(build, size)())
+    return statistics.median(seconds() for _ in range(ROUNDS))
+
+
+def speed(case: Case, seconds: float, ceilings: Ceilings) -> dict[str, float]:
+    """Bytes or operations of a case, their rate a second, and its share of the ceiling.
+
+    ``equal_copy``: a copy of as many bytes takes this share of the case's time.
+    """
+    if case.bytes:
+        work = case.bytes() if callable(case.bytes) else case.bytes
+        rate, equal_copy = work / seconds, copy_seconds(work) / seconds
+        share = rate / ceilings.copy
+        return {"bytes": work, "rate": rate, "share": share, "equal_copy": equal_copy}
+    rate = case.flops / seconds
+    return {"flops": case.flops, "rate": rate, "share": rate / ceilings.matmul}
 
 
 def facts() -> dict[str, Any]:
-    """Card, versions and commit of a sitting."""
+    """The card, and the versions of everything that decides its speed."""
     import cupy
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    return {"card": name, "cupy": cupy.__version__, "commit": commit}
+    from surogate.train import versions
 
-
-def write_json(path: str, rows: list[dict[str, Any]]) -> None:
-    """One JSON line a row, each with the facts of the sitting."""
-    with open(path, "a", encoding="utf8") as file:
-        for row in rows:
-            file.write(json.dumps({**facts(), **row}) + "\n")
+    found = versions()
+    for name in ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    driver = cupy.cuda.runtime.driverGetVersion()
+    found["driver's CUDA"] = f"{driver // 1000}.{driver % 1000 // 10}"
+    name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode()
+    return {"card": name, "versions": found}

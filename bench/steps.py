@@ -1,36 +1,50 @@
-"""Whole training steps on a card, at random weights: tokens/s, share of the speed of light, peak
-memory.
+"""A whole training step on a card, at random weights: tokens/s, shares of the ceiling, memory, host
+time.
 
     python -m bench.steps qwen3-0.6b lora --rows 2 --accumulation 4
 
-Prints one JSON line a case. ``--profile`` runs one eager micro-step and an update for a profiler
-instead.
+Prints one JSON line. ``--profile`` runs one eager micro-step and an update for a profiler instead.
 """
 
 import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from bench.ceiling import ideal_seconds
+from bench.harness import facts
+from bench.rows import Row, parser
 from surogate.device import Device, choose_device
 from surogate.kernels.arrays import BF16, F32
-from surogate.kernels.batch import Batch, docs_from_lengths, positions_of
+from surogate.kernels.batch import IGNORED, Batch, docs_from_lengths, positions_of
 from surogate.light import product_rate
 from surogate.models.blocks import Settings
 from surogate.models.config import ModelConfig
 from surogate.models.flops import training_flops
 from surogate.models.lora import LoraSpec, init_adapter
 from surogate.models.names import build
+from surogate.models.recipe import (
+    Fp8Options,
+    Fp8Recipe,
+    QuantizedRecipe,
+    Recipe,
+    Scope,
+    Storage,
+)
 from surogate.models.registry import lookup
 from surogate.models.tree import Model
 from surogate.models.widen import Put, making_room
 from surogate.optim.adamw import AdamWConfig
 from surogate.step import StepOptions, TrainStep
 from surogate.train import stream_of
+
+WARMUP = 2  # steps before those that are timed
+HOST_ROUNDS, HOST_MICROS = 3, 4  # steps, and micro-batches of each, whose host time is taken
+LEARNING_RATE = 1e-5
 
 
 def random_model(
@@ -60,142 +74,156 @@ def random_model(
     return build(config, make)
 
 
-def lengths_of(rows: int, length: int, mean: int | None, seed: int) -> list[int]:
-    """Document lengths of a micro-batch: whole rows, or exponential lengths around a mean."""
-    if mean is None:
-        return [length] * rows
-    rng = np.random.default_rng(seed)
-    out: list[int] = []
-    for _ in range(rows):
-        left = length
-        while left:
-            size = int(min(max(8, rng.exponential(mean)), left))
-            out.append(size)
-            left -= size
-    return out
-
-
-def batches(config: ModelConfig, args: argparse.Namespace) -> list[Batch]:
-    """The micro-batches of a step."""
+def batches(config: ModelConfig, row: Row) -> list[Batch]:
+    """The micro-batches of a step: random tokens, each document's last without a label."""
     made = []
-    for number in range(args.accumulation):
+    for number in range(row.accumulation):
         rng = np.random.default_rng(number)
-        lengths = lengths_of(args.rows, args.length, args.documents, number)
-        docs = docs_from_lengths(lengths)
+        docs = docs_from_lengths(row.lengths(number))
         tokens = rng.integers(0, config.vocab, len(docs.start), dtype=np.int32)
         labels = np.roll(tokens, -1)
-        labels[docs.end - 1] = -100
+        labels[docs.end - 1] = IGNORED
         made.append(Batch(tokens, labels, positions_of(docs), docs))
     return made
 
 
-def build_step(args: argparse.Namespace, device: Device) -> tuple[TrainStep, ModelConfig]:
-    """The step of a case."""
-    config = lookup(args.model)
-    lora = LoraSpec.of(args.rank, 2 * args.rank, ["all"]) if args.mode == "lora" else None
+def build_step(row: Row, device: Device, *, graphs: bool) -> TrainStep:
+    """The step of a row."""
+    config = lookup(row.model)
+    lora = LoraSpec.of(row.rank, 2 * row.rank, ["all"]) if row.mode == "lora" else None
+    recipe = recipe_of(row, config, device)
     put: Put = lambda path, array: array  # noqa: E731
-    model = random_model(config, device, put=making_room(put, config, lora) if lora else put)
+    if lora is not None:
+        put = recipe.frozen(put, making_room(put, config, lora), lora)
+    model = random_model(config, device, put=put)
     adapter = device.put(init_adapter(config, lora, 0, BF16)) if lora else None
     optimizer = AdamWConfig(
-        master_dtype="float32" if lora else "bfloat16", moment_dtype=args.moments
+        master_dtype="float32" if lora else "bfloat16", moment_dtype=row.moments
     )
     options = StepOptions(
-        tokens=args.rows * args.length,
-        recompute=args.recompute,
-        chunk=args.chunk,
+        tokens=row.rows * row.length,
+        recompute=row.recompute,
+        chunk=row.chunk,
         gradient_dtype=F32 if lora else BF16,
         max_grad_norm=1.0,
-        graphs=not (args.eager or args.profile),
-        longest=args.length,
+        graphs=graphs,
+        longest=row.length,
     )
-    return TrainStep(device, model, adapter, Settings(config, lora), optimizer, options), config
+    return TrainStep(device, model, adapter, Settings(config, lora), optimizer, options, recipe)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Times steps after two that warm up."""
-    device = choose_device("cuda")
-    with stream_of(device):
-        begin = time.perf_counter()
-        step, config = build_step(args, device)
-        rows = batches(config, args)
-        if args.profile:
-            runtime = device.library.cuda.runtime
-            for profiled in (False, True):  # once to warm up
-                if profiled:
-                    runtime.profilerStart()
-                step.micro(rows[0])
-                step.update(1e-5).result()
-            runtime.profilerStop()
-            return {"profiled": args.model}
-        losses, seconds, host = [], [], []
-        for number in range(args.steps + 2):
-            device.synchronize()
-            start = time.perf_counter()
-            for batch in rows:
-                step.micro(batch)
-            pending = step.update(1e-5)
-            launched = time.perf_counter()
-            losses.append(pending.result().loss)
-            if number >= 2:
-                seconds.append(time.perf_counter() - start)
-                host.append(launched - start)
-        median = statistics.median(seconds)
-        tokens = args.rows * args.length * args.accumulation
-        flops = training_flops(
-            config,
-            tokens=tokens,
-            cells=sum(int(b.positions.sum()) + len(b.positions) for b in rows),
-            lora_rank=args.rank if args.mode == "lora" else None,
-            recompute=args.recompute,
-        )
-        ideal = ideal_seconds(
-            config,
-            lora=args.mode == "lora",
-            length=args.length,
-            tokens=args.rows * args.length,
-            accumulation=args.accumulation,
-            recompute=args.recompute == "block",
-        )
-        free, total = device.library.cuda.runtime.memGetInfo()
-        rate = product_rate(device)
-        return {
-            "model": args.model,
-            "mode": args.mode,
-            "rows": args.rows,
-            "accumulation": args.accumulation,
-            "length": args.length,
-            "documents": args.documents,
-            "recompute": args.recompute,
-            "moments": args.moments,
-            "tokens_per_second": round(tokens / median),
-            "step_ms": round(median * 1e3, 2),
-            "host_ms": round(statistics.median(host) * 1e3, 2),
-            "ceiling": round(100 * ideal / median, 1),
-            "sol": round(100 * flops.total / rate / median, 1),
-            "tflops": round(flops.total / median / 1e12),
-            "rate": round(rate / 1e12),
-            "used_gib": round((total - free) / 2**30, 2),
-            "loss": [round(losses[0], 4), round(losses[-1], 4)],
-            "started_s": round(seconds and time.perf_counter() - begin, 1),
-        }
+def recipe_of(row: Row, config: ModelConfig, device: Device) -> Recipe:
+    """A row's recipe, with the defaults of a configuration file."""
+    if row.recipe == "bf16":
+        return Recipe()
+    if row.recipe.startswith("fp8") and row.recipe != "fp8_blocks":
+        scaling: Any = row.recipe.partition("_")[2] or "delayed"
+        return Fp8Recipe(config, Fp8Options(scaling=scaling), device.library)
+    storage = {
+        "nf4": Storage("nf4", 64, True),
+        "fp8_blocks": Storage("fp8", 128),
+        "nvfp4_blocks": Storage("nvfp4"),
+    }[row.recipe]
+    return QuantizedRecipe(config, Scope(), storage)
+
+
+def timed_steps(
+    step: TrainStep, micros: Sequence[Batch], steps: int
+) -> tuple[list[float], list[float]]:
+    """Seconds and losses of so many steps after those that warm up, each from an idle card to the
+    loss on the host.
+    """
+    seconds, losses = [], []
+    for _ in range(WARMUP + steps):
+        step.device.synchronize()
+        start = time.perf_counter()
+        for batch in micros:
+            step.micro(batch)
+        losses.append(step.update(LEARNING_RATE).result().loss)
+        seconds.append(time.perf_counter() - start)
+    return seconds[WARMUP:], losses[WARMUP:]
+
+
+def host_seconds(step: TrainStep, micros: Sequence[Batch]) -> float:
+    """Seconds that the host itself needs for a step: for its calls of micro and update.
+
+    Each call is made when the card has nothing left to do. Otherwise it may wait there for a place
+    in the launch queue or for a page-locked buffer, and its time would be the card's.
+    """
+
+    def timed(call: Callable[[], object]) -> float:
+        step.device.synchronize()
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    micro, update = [], []
+    for _ in range(HOST_ROUNDS):
+        micro += [timed(partial(step.micro, batch)) for batch in micros[:HOST_MICROS]]
+        update.append(timed(partial(step.update, LEARNING_RATE)))
+    return len(micros) * statistics.median(micro) + statistics.median(update)
+
+
+def held_bytes(device: Device) -> int:
+    """Memory that is taken on the card: this process's, when no other uses it."""
+    free, total = device.library.cuda.runtime.memGetInfo()
+    return total - free
+
+
+def measure(row: Row, device: Device, *, graphs: bool) -> dict[str, Any]:
+    """Runs a row; what it gives is described in docs/benchmarks.md."""
+    begin = time.perf_counter()
+    config, step = lookup(row.model), build_step(row, device, graphs=graphs)
+    micros = batches(config, row)
+    seconds, losses = timed_steps(step, micros, row.steps)
+    ready = time.perf_counter() - begin - sum(seconds)
+    host = host_seconds(step, micros)
+    held = held_bytes(device)
+    flops = training_flops(
+        config,
+        tokens=row.tokens,
+        cells=sum(int(b.positions.sum()) + len(b.positions) for b in micros),
+        lora_rank=row.rank if row.mode == "lora" else None,
+        recompute=row.recompute,
+    )
+    rate, median = product_rate(device), statistics.median(seconds)
+    return {
+        **row.speed(seconds),
+        "speed_of_light": flops.total / rate / median,
+        "product_rate": rate,
+        "flops": flops.total,
+        "host_ms": host * 1e3,
+        "memory_gib": held / 2**30,
+        "loss": [losses[0], losses[-1]],
+        "ready_s": ready,
+    }
+
+
+def profile(row: Row, device: Device) -> None:
+    """One eager micro-step and an update between the profiler's start and stop, after the same
+    without it.
+    """
+    step = build_step(row, device, graphs=False)
+    batch, runtime = batches(lookup(row.model), row)[0], device.library.cuda.runtime
+    for profiled in (False, True):
+        if profiled:
+            runtime.profilerStart()
+        step.micro(batch)
+        step.update(LEARNING_RATE).result()
+    runtime.profilerStop()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("mode", choices=["lora", "full"])
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--accumulation", type=int, default=4)
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--documents", type=int, help="mean document length; whole rows if unset")
-    parser.add_argument("--recompute", default="none", choices=["none", "selective", "block"])
-    parser.add_argument("--chunk", type=int)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--moments", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--profile", action="store_true")
-    print(json.dumps(measure(parser.parse_args())), flush=True)
+    made = parser(__doc__)
+    made.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    made.add_argument("--profile", action="store_true")
+    args: argparse.Namespace = made.parse_args()
+    row, device = Row.of(args), choose_device("cuda")
+    with stream_of(device):
+        if args.profile:
+            profile(row, device)
+        else:
+            print(json.dumps({**measure(row, device, graphs=not args.eager), **facts()}))
 
 
 if __name__ == "__main__":

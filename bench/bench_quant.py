@@ -1,0 +1,62 @@
+"""Weights of Qwen3-8B to narrow formats and back.
+
+Bytes are one read and one write of the codes, the scales and the bfloat16 matrix.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from bench.harness import Case
+from bench.inputs import random, rotated
+from surogate.kernels.quant.quantized import Quantized, dequantize, quantize
+
+WEIGHTS = {"qkv": (6144, 4096), "gate up": (24576, 4096), "down": (4096, 12288)}
+FORMATS: dict[str, tuple[float, dict[str, Any]]] = {
+    "fp8 128": (8 + 32 / 128**2, {"format": "fp8", "block": 128}),
+    "nf4 64": (4 + 32 / 64, {"format": "nf4", "block": 64}),
+    "nf4 64 double": (4 + 8 / 64 + 32 / 64 / 256, {"format": "nf4", "double_quant": True}),
+    "nvfp4": (4.5, {"format": "nvfp4"}),
+}
+MXFP4_BITS = 4.25
+
+
+def cases() -> Iterator[Case]:
+    """Every format at every matrix."""
+    for name, (outer, inner) in WEIGHTS.items():
+        for title, (bits, settings) in FORMATS.items():
+            yield from format_cases(f"{title}, {name}", outer, inner, bits, settings)
+        yield mxfp4_case(name, outer, inner)
+
+
+def format_cases(
+    name: str, outer: int, inner: int, bits: float, settings: dict[str, Any]
+) -> Iterator[Case]:
+    """Back to bfloat16, and there."""
+    dense, moved = 2 * outer * inner, int(outer * inner * (2 + bits / 8))
+
+    def back() -> Callable[[], object]:
+        q = quantize(random(outer, inner), **settings)
+        return lambda: dequantize(q)
+
+    def there() -> Callable[[], object]:
+        weight = random(outer, inner)
+        return lambda: quantize(weight, **settings)
+
+    yield Case(f"dequantize {name}", rotated(back, moved), bytes=moved)
+    if not settings.get("double_quant"):  # copies its table from the host, which no graph records
+        yield Case(f"quantize {name}", rotated(there, dense), bytes=moved)
+
+
+def mxfp4_case(name: str, outer: int, inner: int) -> Case:
+    """Random codes, with scales around 1."""
+    moved = int(outer * inner * (2 + MXFP4_BITS / 8))
+
+    def back() -> Callable[[], object]:
+        import cupy
+
+        codes = cupy.random.randint(0, 256, (outer, inner // 2), dtype=cupy.uint8)
+        scales = cupy.random.randint(120, 134, (outer, inner // 32), dtype=cupy.uint8)
+        q = Quantized("mxfp4", (outer, inner), (1, 32), codes, scales)
+        return lambda: dequantize(q)
+
+    return Case(f"dequantize mxfp4, {name}", rotated(back, moved), bytes=moved)
