@@ -1,4 +1,5 @@
 """Data: rows of a file to packed batches of tokens.
 
-sources -> formats -> chat -> tokenise -> pack -> dataset -> loader, one module a step.
+sources -> formats -> chat -> tokenise -> flat -> mix -> pack -> dataset -> loader, one module a
+step.
 """

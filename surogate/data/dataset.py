@@ -3,39 +3,41 @@
 The result lies in a folder named by a hash of everything it depends on: the bytes of the data, how
 rows are read, the tokenizer and its template, the masks, the length and packing of rows, and the
 version of this format. A run that changes none of it tokenises nothing. A folder is written beside
-its place and renamed when it is whole; a lock lets processes that ask for the same rows share one
-build.
+its place, where a build that was killed goes on, and renamed when it is whole; a lock lets
+processes that ask for the same rows share one build.
 """
 
 import fcntl
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from hashlib import sha256
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Bool, Int64
 
 from surogate.config import Config, DatasetConfig
 from surogate.data.chat import LossScale
+from surogate.data.flat import Flat, Places, Progress, jobs_of, remove_flat, write_flat
 from surogate.data.formats import Layout, layout_of
+from surogate.data.mix import mixed
 from surogate.data.pack import Packing, Plan, plan_rows
-from surogate.data.packed import Flat, Packed, open_packed, write_packed
-from surogate.data.sources import Row, Source, open_source
-from surogate.data.tokenise import Chunk, Job, batches, tokenise
+from surogate.data.packed import Packed, Report, Share, open_packed, write_packed
+from surogate.data.sources import Row, Source, counted, open_source
+from surogate.data.tokenise import tokenise
 from surogate.data.vocabulary import Vocabulary, load_tokenizer
 from surogate.errors import UserError
 from surogate.kernels.batch import IGNORED
 
-_FORMAT = 1  # change it with anything that changes the arrays or their meaning
-
-Progress = Callable[[int, int], None]  # documents and tokens so far
+_FORMAT = 2  # change it with anything that changes the arrays or their meaning
+_NAMED = 5  # rows with nothing to learn that a report names
 
 
 class _Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,8 +65,9 @@ def prepare(
 ) -> Packed:
     """Packs the data sets, one after another, or finds them packed in cache_dir.
 
-    packing auto is `split` when every data set is raw text and `fit` otherwise (see pack.py).
-    Raises UserError for a bad row and when no token is a target.
+    packing auto is `split` when every data set is raw text and `fit` otherwise (see pack.py). Data
+    sets with weights are mixed by them (see mix.py). Raises UserError for a bad row, and when no
+    token is a target.
     """
     return prepare_split(
         datasets,
@@ -118,17 +121,20 @@ def prepare_split(
     with _locked(folder.with_suffix(".lock")):
         reused = folder.is_dir()
         if not reused:
-            for stale in folder.parent.glob(f"{folder.name}.tmp*"):  # of a build that was killed
-                shutil.rmtree(stale)
-            made = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp", dir=folder.parent))
+            made = folder.with_suffix(".part")
+            made.mkdir(exist_ok=True)
             try:
                 _build(made, recipe, datasets, sources, vocabulary, workers, progress)
-                made.rename(folder)
-            finally:
-                shutil.rmtree(made, ignore_errors=True)
-    train = open_packed(folder / "train", reused=reused)
+            except (UserError, OSError):  # going on would meet it again, or the disk is full
+                shutil.rmtree(made)
+                raise
+            made.rename(folder)
+    names = _names(datasets)
+    train = open_packed(folder / "train", reused=reused, names=names)
     evaluation = folder / "evaluation"
-    held = open_packed(evaluation, reused=reused) if evaluation.is_dir() else None
+    held = None
+    if evaluation.is_dir():
+        held = open_packed(evaluation, reused=reused, names=names)
     return train, held
 
 
@@ -149,6 +155,8 @@ def load_data(
     vocabulary = load_tokenizer(model_dir, tokenizer_file)
     workers = config.dataloader_num_workers
     own = bool(config.validation_datasets)
+    if any(dataset.weight is not None for dataset in config.validation_datasets):
+        raise UserError("validation_datasets: weight is for training data; leave it out")
 
     def packed(datasets: Sequence[DatasetConfig], ratio: float) -> tuple[Packed, Packed | None]:
         return prepare_split(
@@ -167,6 +175,17 @@ def load_data(
 
     train, evaluation = packed(config.datasets, 0.0 if own else config.validation_split_ratio)
     return train, packed(config.validation_datasets, 0.0)[0] if own else evaluation
+
+
+def _names(datasets: Sequence[DatasetConfig]) -> tuple[str, ...]:
+    """What people call the data sets: the last part of each path, with its place if two share it.
+
+    They are not kept with the rows: a file that is moved has the same rows.
+    """
+    last = [Path(dataset.path).name or dataset.path for dataset in datasets]
+    return tuple(
+        name if last.count(name) == 1 else f"{name} #{index}" for index, name in enumerate(last)
+    )
 
 
 def _key(
@@ -197,118 +216,169 @@ def _build(
     workers: int,
     progress: Progress | None,
 ) -> None:
-    opened = [_first(dataset, source) for dataset, source in zip(datasets, sources, strict=True)]
+    skipped: list[Counter[str]] = [Counter() for _ in sources]
+    opened = [
+        _first(i, d, s, skipped[i]) for i, (d, s) in enumerate(zip(datasets, sources, strict=True))
+    ]
     packing = recipe.packing
     if packing == "auto":
         packing = "split" if all(layout.kind == "text" for layout, _ in opened) else "fit"
-    chunks = tokenise(
+    encode = partial(
+        tokenise,
         vocabulary,
-        _jobs(opened),
         vocab_size=recipe.vocab_size,
         loss_scale=recipe.loss_scale,
         workers=workers,
     )
-    flat = _write_flat(folder, chunks, progress)
+    places = Places()
+    flat = write_flat(folder, jobs_of(opened, places), places, encode, skipped, progress)
     cut = flat.lengths > recipe.sequence_len if packing != "split" else np.zeros(1, np.bool_)
     limit = np.where(cut, recipe.sequence_len - 1, flat.lengths)
     usable = flat.first_target < limit
     if not usable.any():
-        names = ", ".join(source.name for source in sources)
-        raise UserError(
-            f"{names}: no token is a target in any of {len(usable)} documents (loss_scale "
-            f"{recipe.loss_scale}, sequence_len {recipe.sequence_len}); look at a row's answer"
-        )
-    parts = _parts(flat, usable, recipe, packing)
-    for name, (plan, chosen, left_out) in parts.items():
-        write_packed(folder / name, flat, plan, chosen, left_out, recipe.sequence_len, packing)
-    del flat
-    for name in ("tokens.bin", "labels.bin"):
-        (folder / name).unlink()
+        raise _nothing_to_learn(recipe, sources, len(usable), skipped)
+    found = _Found(datasets, sources, skipped, flat, places, usable)
+    for name, (plan, chosen, left_out) in _parts(found, recipe, packing).items():
+        report = _report(found, plan, chosen, left_out, packing)
+        part = folder / name
+        shutil.rmtree(part, ignore_errors=True)  # of a build that was killed
+        write_packed(part, flat, plan, chosen, report, recipe.sequence_len)
+    del flat, found
+    remove_flat(folder)
 
 
-def _first(dataset: DatasetConfig, source: Source) -> tuple[Layout, Iterator[Row]]:
-    rows = source.rows()
-    first = next(rows)
-    return layout_of(dataset, first), chain([first], rows)
-
-
-def _jobs(opened: Sequence[tuple[Layout, Iterator[Row]]]) -> Iterator[Job]:
-    count = 0
-    for layout, rows in opened:
-        for batch in batches(enumerate(rows, count)):
-            count = batch[-1][0] + 1
-            yield layout, batch
-
-
-def _write_flat(folder: Path, chunks: Iterator[Chunk], progress: Progress | None) -> Flat:
-    lengths, firsts, rows = [], [], []
-    documents = tokens = 0
-    with (folder / "tokens.bin").open("wb") as ids, (folder / "labels.bin").open("wb") as targets:
-        for chunk in chunks:
-            labels, first = _labels(chunk)
-            chunk.tokens.tofile(ids)
-            labels.tofile(targets)
-            lengths.append(chunk.lengths)
-            firsts.append(first)
-            rows.append(chunk.rows)
-            documents += len(chunk.lengths)
-            tokens += len(chunk.tokens)
-            if progress is not None:
-                progress(documents, tokens)
-    return Flat(
-        _stream(folder / "tokens.bin"),
-        _stream(folder / "labels.bin"),
-        np.concatenate([*lengths, np.empty(0, np.int64)]),
-        np.concatenate([*firsts, np.empty(0, np.int64)]),
-        np.concatenate([*rows, np.empty(0, np.int64)]),
+def _nothing_to_learn(
+    recipe: _Recipe, sources: Sequence[Source], documents: int, skipped: Sequence[Counter[str]]
+) -> UserError:
+    names = ", ".join(source.name for source in sources)
+    kinds = sum(skipped, Counter())
+    if documents == 0 and kinds:
+        return UserError(f"{names}: every row was skipped: {counted(kinds)}")
+    return UserError(
+        f"{names}: no token is a target in any of {documents} documents (loss_scale "
+        f"{recipe.loss_scale}, sequence_len {recipe.sequence_len}); look at a row's answer"
     )
 
 
-def _stream(file: Path) -> Int32[np.ndarray, " stream"]:
-    if file.stat().st_size == 0:  # cannot be mapped
-        return np.empty(0, np.int32)
-    return np.asarray(np.memmap(file, np.int32, mode="r"))
+def _first(
+    index: int, dataset: DatasetConfig, source: Source, skipped: Counter[str]
+) -> tuple[Layout, Iterator[Row]]:
+    rows = source.rows(None if dataset.malformed == "stop" else skipped)
+    first = next(rows)
+    return layout_of(dataset, first)._replace(source=index), chain([first], rows)
 
 
-def _labels(
-    chunk: Chunk,
-) -> tuple[Int32[np.ndarray, " tokens"], Int64[np.ndarray, " documents"]]:
-    """Shifted labels, and in each document the first position that has one (or its length)."""
-    labels = np.full(len(chunk.tokens), IGNORED, np.int32)
-    labels[:-1] = np.where(chunk.supervised[1:], chunk.tokens[1:], IGNORED)
-    ends = np.cumsum(chunk.lengths)
-    labels[ends[chunk.lengths > 0] - 1] = IGNORED
-    begins = ends - chunk.lengths
-    targets = np.append(np.flatnonzero(labels != IGNORED), len(labels))
-    first = targets[np.searchsorted(targets, begins)] - begins
-    return labels, np.minimum(first, chunk.lengths)
+class _Found(NamedTuple):
+    """What tokenising found, and which documents have something to learn."""
+
+    datasets: Sequence[DatasetConfig]
+    sources: Sequence[Source]
+    skipped: Sequence[Counter[str]]
+    flat: Flat
+    places: Places
+    usable: Bool[np.ndarray, " documents"]
+
+    @property
+    def weights(self) -> list[float] | None:
+        """The weights of the data sets, if they have them."""
+        given = [dataset.weight for dataset in self.datasets]
+        weights = [weight for weight in given if weight is not None]
+        if not weights:
+            return None
+        if len(weights) < len(given):
+            raise UserError(
+                f"{self.sources[given.index(None)].name}: has no weight, but other data sets have; "
+                "set weight for all of them or for none"
+            )
+        return weights
 
 
-_Part = tuple[Plan, Int64[np.ndarray, " chosen"], int]
+_Part = tuple[Plan, Int64[np.ndarray, " chosen"], Bool[np.ndarray, " documents"]]
 
 
-def _parts(flat: Flat, usable: np.ndarray, recipe: _Recipe, packing: Packing) -> dict[str, _Part]:
-    """Plan, documents and count of documents left out, of each part."""
+def _parts(found: _Found, recipe: _Recipe, packing: Packing) -> dict[str, _Part]:
+    """Plan, documents and which were left out, of each part."""
+    flat, usable = found.flat, found.usable
     rows = np.unique(flat.rows[usable])
     count = min(max(1, round(recipe.ratio * len(rows))), len(rows) - 1) if recipe.ratio else 0
     order = np.argsort(np.random.Philox(key=recipe.seed).random_raw(len(rows)), kind="stable")
     held = np.isin(flat.rows, rows[order[:count]])
-    parts = {}
+    parts: dict[str, _Part] = {}
     for name, member in (("train", ~held), ("evaluation", held)):
         chosen = np.flatnonzero(usable & member)
+        if name == "train" and found.weights is not None:
+            chosen = _mixed(found, chosen, recipe)
         if len(chosen):
             plan = plan_rows(
                 flat.lengths[chosen], sequence_len=recipe.sequence_len, packing=packing
             )
-            parts[name] = (plan, chosen, int((member & ~usable).sum()))
+            parts[name] = (plan, chosen, member & ~usable)
     if recipe.ratio and count == 0:
         plan, chosen, left_out = parts["train"]
         last = min(max(1, round(recipe.ratio * plan.rows)), plan.rows - 1)
         if last:
             split = plan.rows - last
             parts["train"] = (_between(plan, 0, split), chosen, left_out)
-            parts["evaluation"] = (_between(plan, split, plan.rows), chosen, 0)
+            nothing = np.zeros_like(left_out)
+            parts["evaluation"] = (_between(plan, split, plan.rows), chosen, nothing)
     return parts
+
+
+def _mixed(
+    found: _Found, usable: Int64[np.ndarray, " usable"], recipe: _Recipe
+) -> Int64[np.ndarray, " chosen"]:
+    assert found.weights is not None
+    sources = found.flat.sources[usable]
+    for index, source in enumerate(found.sources):
+        if index not in sources:
+            raise UserError(f"{source.name}: has a weight, but nothing to learn in it")
+    lengths = np.minimum(found.flat.lengths[usable], recipe.sequence_len)
+    return usable[mixed(lengths, sources, found.weights, seed=recipe.seed)]
+
+
+def _report(
+    found: _Found,
+    plan: Plan,
+    chosen: Int64[np.ndarray, " chosen"],
+    left_out: Bool[np.ndarray, " documents"],
+    packing: Packing,
+) -> Report:
+    """The report without what write_packed counts."""
+    flat, weights = found.flat, found.weights
+    begins = np.cumsum(flat.lengths) - flat.lengths
+    documents = chosen[plan.document]
+    sources = flat.sources[documents]
+    at = begins[documents] + plan.start
+    supervised = np.array(
+        [
+            int((flat.labels[begin : begin + length] != IGNORED).sum())
+            for begin, length in zip(at.tolist(), plan.length.tolist(), strict=True)
+        ],
+        np.int64,
+    )
+    rows = dict.fromkeys(flat.rows[left_out].tolist())
+    shares = [
+        Share(
+            documents=len(np.unique(plan.document[sources == index])),
+            tokens=int(plan.length[sources == index].sum()),
+            supervised=int(supervised[sources == index].sum()),
+            wanted=None if weights is None else weights[index] / sum(weights),
+            skipped=dict(found.skipped[index]),
+        )
+        for index in range(len(found.sources))
+    ]
+    return Report(
+        documents=0,
+        tokens=0,
+        supervised=0,
+        rows=0,
+        truncated=0,
+        unsupervised=int(left_out.sum()),
+        packing=packing,
+        fill=0.0,
+        nothing=[found.places.name(row) for row in islice(rows, _NAMED)],
+        shares=shares,
+    )
 
 
 def _between(plan: Plan, begin: int, end: int) -> Plan:

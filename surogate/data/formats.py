@@ -4,7 +4,9 @@ Layouts: `text` (one column), `instruction` (instruction, input, output: a conve
 round) and `conversation` (a list of messages, with role/content or ShareGPT's from/value). `auto`
 looks at the first row: a list of messages, else a pair of columns that is known for instructions
 and answers, else the text column. Nothing is ever turned into text silently: a null, a number or an
-object where text belongs is an error that names file, row and column.
+object where text belongs is a RowError that names file, row and column.
+
+A message may say whether it is trained on: `train` (true or false) or `weight` (1 or 0).
 """
 
 import re
@@ -13,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from surogate.config import DatasetConfig
-from surogate.data.sources import Row
+from surogate.data.sources import Row, RowError, listed
 from surogate.errors import UserError
 
 _MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
@@ -37,6 +39,7 @@ _ROLES = {
     "observation": "tool",
 }
 _KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+_SWITCHES = ("train", "weight")  # keys of a message that say if it is a target
 _PLACEHOLDER = re.compile(r"\{(instruction|input)\}")
 
 
@@ -47,10 +50,14 @@ class Text(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """Messages as a chat template takes them, and the tools that the model may call."""
+    """Messages as a chat template takes them, and the tools that the model may call.
+
+    untrained are the indices of messages that say that they are no targets.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
+    untrained: frozenset[int] = frozenset()
 
 
 class Layout(NamedTuple):
@@ -62,6 +69,7 @@ class Layout(NamedTuple):
     input: str | None = None
     output: str = ""
     messages: str = ""
+    source: int = 0  # which data set of the run it is
 
 
 def layout_of(config: DatasetConfig, first: Row) -> Layout:
@@ -116,7 +124,7 @@ def _instruction_layout(config: DatasetConfig, row: Row) -> Layout | None:
 
 
 def read_row(layout: Layout, row: Row) -> Text | Conversation:
-    """Reads one row. Raises UserError that names file, row and column."""
+    """Reads one row. Raises RowError that names file, row and column."""
     if layout.kind == "text":
         return Text(_text(row, layout.config.text_field, "text_field"))
     if layout.kind == "instruction":
@@ -125,7 +133,7 @@ def read_row(layout: Layout, row: Row) -> Text | Conversation:
 
 
 def _columns(row: Row) -> str:
-    return ", ".join(row.data) or "none"
+    return listed(row.data) or "none"
 
 
 def _kind(value: Any) -> str:
@@ -135,8 +143,9 @@ def _kind(value: Any) -> str:
 
 def _column(row: Row, column: str, setting: str) -> Any:
     if column not in row.data:
-        raise UserError(
-            f"{row.place}: needs column '{column}', has: {_columns(row)}; set {setting}"
+        raise RowError(
+            f"{row.place}: needs column '{column}', has: {_columns(row)}; set {setting}",
+            f"no column '{column}'",
         )
     return row.data[column]
 
@@ -144,7 +153,10 @@ def _column(row: Row, column: str, setting: str) -> Any:
 def _text(row: Row, column: str, setting: str) -> str:
     value = _column(row, column, setting)
     if not isinstance(value, str):
-        raise UserError(f"{row.place}: column '{column}' must be text, got {_kind(value)}")
+        raise RowError(
+            f"{row.place}: column '{column}' must be text, got {_kind(value)}",
+            f"column '{column}' is not text",
+        )
     return value
 
 
@@ -182,70 +194,102 @@ def _conversation(layout: Layout, row: Row) -> Conversation:
     config = layout.config
     raw = _column(row, layout.messages, "messages_field")
     if not isinstance(raw, list):
-        raise UserError(f"{row.place}: column '{layout.messages}' must be a list, got {_kind(raw)}")
+        raise RowError(
+            f"{row.place}: column '{layout.messages}' must be a list, got {_kind(raw)}",
+            f"column '{layout.messages}' is not a list",
+        )
     if not raw:
-        raise UserError(f"{row.place}: column '{layout.messages}' has no messages")
+        raise RowError(f"{row.place}: column '{layout.messages}' has no messages", "no messages")
     names = config.message_property_mappings
-    messages = [
-        _message(value, f"{row.place} message {i}", names) for i, value in enumerate(raw, 1)
-    ]
+    read = [_message(value, f"{row.place} message {i}", names) for i, value in enumerate(raw, 1)]
+    messages = [message for message, _ in read]
+    untrained = frozenset(i for i, (_, trained) in enumerate(read) if not trained)
     system = _optional_text(row, config.system_field, "system_field")
     if system:
         if messages[0]["role"] == "system":
-            raise UserError(
-                f"{row.place}: has a system message and column '{config.system_field}'; keep one"
+            raise RowError(
+                f"{row.place}: has a system message and column '{config.system_field}'; keep one",
+                "two system messages",
             )
         messages.insert(0, {"role": "system", "content": system})
+        untrained = frozenset(i + 1 for i in untrained)
     if config.completion_field is not None:
         answer = _text(row, config.completion_field, "completion_field")
         messages.append({"role": "assistant", "content": answer})
     column = config.tools_field or ("tools" if "tools" in row.data else None)
-    return Conversation(messages, _tools(row, column))
+    return Conversation(messages, _tools(row, column), untrained)
 
 
-def _message(value: Any, place: str, names: dict[str, str]) -> dict[str, Any]:
-    """A message with role and content first; keys that hold null are left out."""
+def _message(value: Any, place: str, names: dict[str, str]) -> tuple[dict[str, Any], bool]:
+    """A message with role and content first, without keys that hold null; and if it may be a
+    target.
+    """
     if not isinstance(value, dict):
-        raise UserError(f"{place}: must be an object, got {_kind(value)}")
+        raise _fault(f"{place}: must be an object, got {_kind(value)}")
     role_key = names.get("role") or ("from" if "role" not in value and "from" in value else "role")
     content_key = names.get("content") or (
         "value" if "content" not in value and "value" in value else "content"
     )
     calls_key = names.get("tool_calls", "tool_calls")
     if role_key not in value:
-        raise UserError(
-            f"{place}: needs '{role_key}', has: {', '.join(value)}; set message_property_mappings"
+        raise _fault(
+            f"{place}: needs '{role_key}', has: {listed(value)}; set message_property_mappings"
         )
     given = value[role_key]
-    role = _ROLES.get(given, given) if isinstance(given, str) else given
+    role = _ROLES.get(given, given) if isinstance(given, str) else ""
     if role not in _KNOWN_ROLES:
         known = ", ".join((*_KNOWN_ROLES, *_ROLES))
-        raise UserError(f"{place}: unknown role {given!r}; known: {known}")
+        raise RowError(
+            f"{place}: unknown role {repr(given)[:40]}; known: {known}", "an unknown role"
+        )
     calls = value.get(calls_key)
     if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise UserError(f"{place}: '{calls_key}' must be a list of objects, got {_kind(calls)}")
-    used = {role_key, content_key, calls_key}
+        raise _fault(f"{place}: '{calls_key}' must be a list of objects, got {_kind(calls)}")
+    trained = _trained(value, names, place)
+    if trained and role != "assistant":
+        raise _fault(f"{place}: only what the assistant says can be trained on, this is {role}")
+    used = {role_key, content_key, calls_key, *(names.get(key, key) for key in _SWITCHES)}
     extra = {key: item for key, item in value.items() if key not in used and item is not None}
     content = _content(value, content_key, place, may_lack=bool(calls))
     message = {"role": role, "content": content, **extra}
-    return {**message, "tool_calls": calls} if calls else message
+    if calls:
+        message["tool_calls"] = calls
+    return message, trained is not False
+
+
+def _fault(message: str) -> RowError:
+    return RowError(message, "a malformed message")
+
+
+def _trained(value: dict[str, Any], names: dict[str, str], place: str) -> bool | None:
+    """What a message says of being a target; None if it says nothing."""
+    said = set()
+    for name in _SWITCHES:
+        key = names.get(name, name)
+        switch = value.get(key)
+        if switch is not None:
+            if switch not in (0, 1) or (name == "train" and not isinstance(switch, bool)):
+                takes = "true or false" if name == "train" else "0 or 1 (shares are not there yet)"
+                raise _fault(f"{place}: '{key}' must be {takes}, got {repr(switch)[:40]}")
+            said.add(bool(switch))
+    if len(said) > 1:
+        raise _fault(f"{place}: train and weight contradict each other; keep one")
+    return said.pop() if said else None
 
 
 def _content(value: dict[str, Any], key: str, place: str, *, may_lack: bool) -> str:
     content = value.get(key)
-    if content is None and may_lack:
+    if content is None and may_lack:  # calls.py finds out if the template wants a null
         return ""
     if key not in value:
-        raise UserError(
-            f"{place}: needs '{key}', has: {', '.join(value)}; set message_property_mappings"
-        )
+        raise _fault(f"{place}: needs '{key}', has: {listed(value)}; set message_property_mappings")
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {} for part in content]
         if all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
             return "".join(part["text"] for part in parts)
-        raise UserError(f"{place}: '{key}' has parts that are not text; only text is supported")
+        raise _fault(f"{place}: '{key}' has parts that are not text; only text is supported")
     if not isinstance(content, str):
-        raise UserError(f"{place}: '{key}' must be text, got {_kind(content)}")
+        raise _fault(f"{place}: '{key}' must be text, got {_kind(content)}")
     return content
 
 
@@ -257,11 +301,13 @@ def _tools(row: Row, column: str | None) -> list[dict[str, Any]] | None:
         try:
             value = orjson.loads(value)
         except orjson.JSONDecodeError as error:
-            raise UserError(
-                f"{row.place}: column '{column}' is invalid JSON: {error.msg}"
+            raise RowError(
+                f"{row.place}: column '{column}' is invalid JSON: {error.msg}", "malformed tools"
             ) from None
     if not value:
         return None
     if not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
-        raise UserError(f"{row.place}: column '{column}' must be a list of objects")
+        raise RowError(
+            f"{row.place}: column '{column}' must be a list of objects", "malformed tools"
+        )
     return value

@@ -12,18 +12,19 @@ import msgspec
 import numpy as np
 from jaxtyping import Int32, Int64
 
+from surogate.data.flat import Flat
 from surogate.data.pack import Packing, Plan, fill_rows
 from surogate.kernels.batch import IGNORED
 
 
-class Flat(NamedTuple):
-    """All documents one after another, on disk, and what packing must know of each."""
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """What one data set gave, in the order of the data sets; repeats count."""
 
-    tokens: Int32[np.ndarray, " stream"]
-    labels: Int32[np.ndarray, " stream"]
-    lengths: Int64[np.ndarray, " documents"]
-    first_target: Int64[np.ndarray, " documents"]  # its first position with a label, or its length
-    rows: Int64[np.ndarray, " documents"]
+    documents: int
+    tokens: int
+    supervised: int
+    wanted: float | None  # share of the tokens that its weight asks for
+    skipped: dict[str, int] = {}  # malformed rows by kind, of all parts
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,12 +38,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     unsupervised: int  # documents left out because no token of them is a target
     packing: Packing
     fill: float  # share of the positions that hold tokens
+    nothing: list[str] = []  # the first rows with a document that was left out
+    shares: list[Share] = []
 
 
 class Packed(NamedTuple):
     """Rows of sequence_len tokens. labels are shifted; lengths[bounds[i]:bounds[i+1]] are row i's.
 
-    reused tells that the rows were found on disk.
+    sources has the data set of each length, an index into names, or -1 for padding. reused tells
+    that the rows were found on disk.
     """
 
     tokens: Int32[np.ndarray, "rows sequence_len"]
@@ -51,6 +55,8 @@ class Packed(NamedTuple):
     bounds: Int64[np.ndarray, " bounds"]
     report: Report
     reused: bool
+    sources: Int32[np.ndarray, " lengths"]
+    names: tuple[str, ...]
 
     @property
     def rows(self) -> int:
@@ -76,8 +82,15 @@ class Packed(NamedTuple):
         Int32[np.ndarray, " documents"],
     ]:
         """Tokens, labels and the lengths of the documents of a row; lengths sum to the row's."""
-        inside = slice(int(self.bounds[index]), int(self.bounds[index + 1]))
-        return self.tokens[index], self.labels[index], self.lengths[inside]
+        return self.tokens[index], self.labels[index], self.lengths[self._pieces(index)]
+
+    def sources_of(self, index: int) -> Int32[np.ndarray, " sequence_len"]:
+        """The data set of each token of a row, an index into names; -1 of padding."""
+        pieces = self._pieces(index)
+        return np.repeat(self.sources[pieces], self.lengths[pieces])
+
+    def _pieces(self, index: int) -> slice:
+        return slice(int(self.bounds[index]), int(self.bounds[index + 1]))
 
 
 def write_packed(
@@ -85,14 +98,13 @@ def write_packed(
     flat: Flat,
     plan: Plan,
     chosen: Int64[np.ndarray, " chosen"],
-    left_out: int,
+    report: Report,
     sequence_len: int,
-    packing: Packing,
 ) -> None:
     """Fills the planned rows and saves them.
 
-    The plan counts documents within chosen, which are indices into flat; left_out is the number of
-    documents that the caller found to have no target. Raises OSError when the disk is full.
+    The plan counts documents within chosen, which are indices into flat. The report comes without
+    what the rows hold. Raises OSError when the disk is full.
     """
     folder.mkdir()
     shape = (plan.rows, sequence_len)
@@ -104,8 +116,11 @@ def write_packed(
     )
     np.save(folder / "lengths.npy", lengths)
     np.save(folder / "bounds.npy", bounds)
+    of_pieces = flat.sources[chosen[plan.document]]
+    np.save(folder / "sources.npy", _with_padding(of_pieces, plan, bounds))
     held = int(plan.length.sum())
-    report = Report(
+    report = msgspec.structs.replace(
+        report,
         documents=len(np.unique(plan.document)),
         tokens=held,
         supervised=sum(
@@ -113,13 +128,23 @@ def write_packed(
         ),
         rows=plan.rows,
         truncated=plan.truncated,
-        unsupervised=left_out,
-        packing=packing,
         fill=held / (plan.rows * sequence_len),
     )
     tokens.flush()
     labels.flush()
     (folder / "report.json").write_bytes(msgspec.json.encode(report))
+
+
+def _with_padding(
+    of_pieces: Int64[np.ndarray, " pieces"], plan: Plan, bounds: Int64[np.ndarray, " bounds"]
+) -> Int32[np.ndarray, " lengths"]:
+    """The values of a plan's pieces, with a -1 at the end of each row that is padded."""
+    padded = np.diff(bounds) > np.bincount(plan.row, minlength=plan.rows)
+    found = np.full(int(bounds[-1]), -1, np.int32)
+    is_piece = np.ones(len(found), np.bool_)
+    is_piece[bounds[1:][padded] - 1] = False
+    found[is_piece] = of_pieces
+    return found
 
 
 def _mapped(file: Path, shape: tuple[int, int]) -> Int32[np.memmap, "rows sequence_len"]:
@@ -137,8 +162,8 @@ def _mapped(file: Path, shape: tuple[int, int]) -> Int32[np.memmap, "rows sequen
     return array
 
 
-def open_packed(folder: Path, *, reused: bool) -> Packed:
-    """Maps rows that write_packed saved."""
+def open_packed(folder: Path, *, reused: bool, names: tuple[str, ...] = ("",)) -> Packed:
+    """Maps rows that write_packed saved, of data sets with these names."""
     return Packed(
         np.load(folder / "tokens.npy", mmap_mode="r"),
         np.load(folder / "labels.npy", mmap_mode="r"),
@@ -146,4 +171,6 @@ def open_packed(folder: Path, *, reused: bool) -> Packed:
         np.load(folder / "bounds.npy"),
         msgspec.json.decode((folder / "report.json").read_bytes(), type=Report),
         reused,
+        np.load(folder / "sources.npy"),
+        names,
     )

@@ -4,11 +4,17 @@ Files: .jsonl (and .json that holds one object a line), .json (an array of objec
 and .txt (one document a file). A folder gives its files in the order of their names; its .txt files
 count only if it has no other kind. A folder made by `datasets.save_to_disk`, and a name that is no
 local path, go through the `datasets` library, which is imported only then.
+
+A row that cannot be read is a RowError of some kind. `rows(skipped)` counts it under its kind and
+goes on; `rows()` raises it. What spoils a whole file (another encoding, a broken archive) is never
+skipped.
 """
 
 import csv
 import re
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import file_digest, sha256
 from itertools import islice
 from pathlib import Path
@@ -36,16 +42,68 @@ class Row(NamedTuple):
         return f"{self.path} row {self.number}"
 
 
-class Source(NamedTuple):
+class RowError(UserError):
+    """One row is at fault, for a reason of a kind that can be counted."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message, kind)
+        self.kind = kind
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Source:
     """A data set that can be read again and again.
 
-    fingerprint() changes when the content does; rows() raises UserError at the first bad row and
-    when there is no row at all.
+    fingerprint() changes when the content does.
     """
 
-    name: str
-    fingerprint: Callable[[], str]
-    rows: Callable[[], Iterator[Row]]
+    def __init__(
+        self,
+        name: str,
+        fingerprint: Callable[[], str],
+        read: Callable[[], Iterator[Row | RowError]],
+        samples: int | None,
+    ) -> None:
+        self.name = name
+        self.fingerprint = fingerprint
+        self._read = read
+        self._samples = samples
+
+    def rows(self, skipped: Counter[str] | None = None) -> Iterator[Row]:
+        """The rows, `samples` of them at most.
+
+        Faulty ones are counted by kind in skipped, or raised when that is None. Raises UserError
+        when there is no row at all.
+        """
+        row = None
+        for row in islice(self._sound(skipped), self._samples):
+            yield row
+        if row is None:
+            why = f" that can be read: {counted(skipped)}" if skipped else ""
+            raise UserError(f"{self.name}: the data set has no rows{why}")
+
+    def _sound(self, skipped: Counter[str] | None) -> Iterator[Row]:
+        for row in self._read():
+            if isinstance(row, Row):
+                yield row
+            elif skipped is None:
+                raise row
+            else:
+                skipped[row.kind] += 1
+
+
+def counted(kinds: Mapping[str, int]) -> str:
+    """Counts by kind in one line, the most frequent first."""
+    return ", ".join(f"{n:,} x {kind}" for kind, n in sorted(kinds.items(), key=lambda k: -k[1]))
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names that came with the data, in one line of bounded length."""
+    shown = [name if name.isprintable() and name else repr(name) for name in names]
+    line = ", ".join(shown)
+    return line if len(line) <= 300 else f"{line[:300]}..."
 
 
 def open_source(
@@ -76,7 +134,8 @@ def open_source(
     return Source(
         path,
         lambda: _hash_files(files),
-        lambda: _capped(path, _rows_of(files, text_field), samples),
+        lambda: _rows_of(files, text_field),
+        samples,
     )
 
 
@@ -92,14 +151,6 @@ def _hash_files(files: Sequence[Path]) -> str:
     return total.hexdigest()
 
 
-def _capped(name: str, rows: Iterator[Row], samples: int | None) -> Iterator[Row]:
-    row = None
-    for row in islice(rows, samples):
-        yield row
-    if row is None:
-        raise UserError(f"{name}: the data set has no rows")
-
-
 def _saved_by_datasets(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
@@ -109,14 +160,17 @@ def _files_of(folder: Path, subset: str | None, split: str) -> list[Path]:
     root = folder / subset if subset else folder
     if not root.is_dir():
         raise UserError(f"{folder}: has no folder '{subset}' for the subset of that name")
-    found = [
-        file
-        for file in sorted(root.rglob("*"))
-        if file.is_file()
-        and file.suffix.lower() in _READERS
-        and file.name not in _METADATA
-        and not any(part.startswith(".") for part in file.relative_to(root).parts)
-    ]
+    try:
+        found = [
+            file
+            for file in sorted(root.rglob("*"))
+            if file.is_file()
+            and file.suffix.lower() in _READERS
+            and file.name not in _METADATA
+            and not any(part.startswith(".") for part in file.relative_to(root).parts)
+        ]
+    except OSError as error:
+        raise UserError(f"{error.filename or root}: cannot be read: {error.strerror}") from None
     files = [file for file in found if file.suffix.lower() != ".txt"] or found
     if not files:
         raise UserError(f"{root}: the folder has no data files ({_known()})")
@@ -127,29 +181,32 @@ def _files_of(folder: Path, subset: str | None, split: str) -> list[Path]:
     return chosen or files
 
 
-def _rows_of(files: Sequence[Path], text_field: str) -> Iterator[Row]:
+def _rows_of(files: Sequence[Path], text_field: str) -> Iterator[Row | RowError]:
     for file in files:
         yield from _READERS[file.suffix.lower()](file, text_field)
 
 
-def _invalid(file: Path, first_line: int, raw: bytes, error: orjson.JSONDecodeError) -> UserError:
+def _invalid(file: Path, first_line: int, raw: bytes, error: orjson.JSONDecodeError) -> RowError:
     try:
         raw.decode("utf-8")
     except UnicodeDecodeError as wrong:
         line = first_line + raw.count(b"\n", 0, wrong.start)
-        return UserError(f"{file} line {line}: not UTF-8; convert the file to UTF-8")
+        return RowError(f"{file} line {line}: not UTF-8; convert the file to UTF-8", "not UTF-8")
     line = first_line + error.lineno - 1
-    return UserError(f"{file} line {line}: invalid JSON: {error.msg} (column {error.colno})")
+    what = f"{file} line {line}: invalid JSON: {error.msg} (column {error.colno})"
+    return RowError(what, "invalid JSON")
 
 
-def _object(path: str, number: int, data: Any) -> Row:
-    if not isinstance(data, dict):
-        kind = type(data).__name__
-        raise UserError(f"{path} row {number}: a row must be an object with columns, got {kind}")
-    return Row(path, number, data)
+def _object(path: str, number: int, data: Any) -> Row | RowError:
+    if isinstance(data, dict):
+        return Row(path, number, data)
+    kind = type(data).__name__
+    return RowError(
+        f"{path} row {number}: a row must be an object with columns, got {kind}", "not an object"
+    )
 
 
-def _read_jsonl(file: Path, _text_field: str) -> Iterator[Row]:
+def _read_jsonl(file: Path, _text_field: str) -> Iterator[Row | RowError]:
     number = 0
     with file.open("rb") as stream:
         for line_number, line in enumerate(stream, 1):
@@ -160,14 +217,16 @@ def _read_jsonl(file: Path, _text_field: str) -> Iterator[Row]:
             try:
                 data = orjson.loads(raw)
             except orjson.JSONDecodeError as error:
-                raise _invalid(file, line_number, raw, error) from None
+                yield _invalid(file, line_number, raw, error)
+                continue
             yield _object(str(file), number, data)
 
 
-def _read_json(file: Path, text_field: str) -> Iterator[Row]:
+def _read_json(file: Path, text_field: str) -> Iterator[Row | RowError]:
     with file.open("rb") as stream:
-        head = stream.read(4096).removeprefix(_BOM).lstrip()
-    if head.startswith(b"{"):
+        first = next((line for line in stream if line.removeprefix(_BOM).strip()), b"")
+    first = first.removeprefix(_BOM).strip()
+    if first.startswith(b"{") and (first.endswith(b"}") or not _is_json(file)):
         yield from _read_jsonl(file, text_field)
         return
     raw = file.read_bytes().removeprefix(_BOM)
@@ -176,14 +235,24 @@ def _read_json(file: Path, text_field: str) -> Iterator[Row]:
     try:
         rows = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise _invalid(file, 1, raw, error) from None
+        raise UserError(str(_invalid(file, 1, raw, error))) from None
+    if isinstance(rows, dict):  # one object over several lines
+        rows = [rows]
     if not isinstance(rows, list):
         raise UserError(f"{file}: a JSON file must hold an array of objects, or one object a line")
     for number, data in enumerate(rows, 1):
         yield _object(str(file), number, data)
 
 
-def _read_parquet(file: Path, _text_field: str) -> Iterator[Row]:
+def _is_json(file: Path) -> bool:
+    try:
+        orjson.loads(file.read_bytes().removeprefix(_BOM))
+    except orjson.JSONDecodeError:
+        return False
+    return True
+
+
+def _read_parquet(file: Path, _text_field: str) -> Iterator[Row | RowError]:
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
 
@@ -198,20 +267,33 @@ def _read_parquet(file: Path, _text_field: str) -> Iterator[Row]:
         raise UserError(f"{file}: not a readable parquet file: {_line(error)}") from None
 
 
-def _read_csv(file: Path, _text_field: str) -> Iterator[Row]:
+def _read_csv(file: Path, _text_field: str) -> Iterator[Row | RowError]:
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the module's own limit is 128 KiB a cell
+    number = 0
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
-            for number, data in enumerate(csv.DictReader(stream), 1):
-                if None in data or None in data.values():
-                    raise UserError(f"{file} row {number}: not as many cells as the header has")
-                yield Row(str(file), number, dict(data))
+            # strict: a quote that is never closed is a fault, not a cell to the end of the file
+            table = csv.reader(stream, strict=True)
+            header = next((cells for cells in table if cells), [])
+            repeated = sorted({name for name in header if header.count(name) > 1})
+            if repeated:
+                raise UserError(f"{file}: the header names {listed(repeated)} more than once")
+            for cells in table:
+                if not cells:
+                    continue
+                number += 1
+                if len(cells) == len(header):
+                    yield Row(str(file), number, dict(zip(header, cells, strict=True)))
+                else:
+                    what = f"has {len(cells)} cells, the header has {len(header)}"
+                    yield RowError(f"{file} row {number}: {what}", "another number of cells")
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not UTF-8 (byte {error.start + 1}); convert it") from None
     except csv.Error as error:
-        raise UserError(f"{file}: invalid CSV: {_line(error)}") from None
+        raise UserError(f"{file} row {number + 1}: invalid CSV: {_line(error)}") from None
 
 
-def _read_text(file: Path, text_field: str) -> Iterator[Row]:
+def _read_text(file: Path, text_field: str) -> Iterator[Row | RowError]:
     raw = file.read_bytes().removeprefix(_BOM)
     try:
         text = raw.decode("utf-8")
@@ -222,7 +304,7 @@ def _read_text(file: Path, text_field: str) -> Iterator[Row]:
         yield Row(str(file), 1, {text_field: text})
 
 
-_READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
+_READERS: dict[str, Callable[[Path, str], Iterator[Row | RowError]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".parquet": _read_parquet,
@@ -248,7 +330,7 @@ def _library_source(
         for number, data in enumerate(table, 1):
             yield Row(path, number, dict(data))
 
-    return Source(path, lambda: str(table._fingerprint), lambda: _capped(path, rows(), samples))
+    return Source(path, lambda: str(table._fingerprint), rows, samples)
 
 
 def _load_saved(path: str, place: Path, split: str) -> Any:

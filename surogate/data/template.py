@@ -9,15 +9,19 @@ holds the two to the same text.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from surogate.data.calls import Form, forms
+from surogate.data.sources import RowError
 from surogate.errors import UserError
 
 # Other names of the reasoning in a message; templates read the first, gpt-oss's the second.
@@ -75,8 +79,29 @@ def _tojson(
     )
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox without its checks where they always pass, which are half of a template's time:
+    keys of a dictionary that name none of its methods, and harmless attributes of texts and loops.
+    `format` is checked, because its argument can reach into Python.
+    """
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        kind = type(obj)
+        if kind is dict and attribute not in _METHODS:
+            found = obj.get(attribute, _MISSING)
+            return self.undefined(obj=obj, name=attribute) if found is _MISSING else found
+        if (kind is str and attribute in _PLAIN) or (kind is LoopContext and attribute in _LOOP):
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+
+_METHODS, _MISSING = frozenset(dir(dict)), object()
+_PLAIN = frozenset("startswith endswith split rsplit strip lstrip rstrip replace".split())
+_LOOP = frozenset("first last index index0 revindex revindex0 length previtem nextitem".split())
+
+
+def _environment() -> _Environment:
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
     )
     environment.filters["tojson"] = _tojson
@@ -110,10 +135,31 @@ class ChatTemplate:
         self.sources = {"default": source} if isinstance(source, str) else dict(source)
         self.special_tokens = dict(special_tokens)
         self._name = name
+        self.empty_thinking: str | None = None  # what chat.py finds that a silent prompt adds
         self._compiled: dict[str, Callable[..., str]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:  # compiled templates do not pickle
         return (_rebuild, (self.sources, self._name, self.special_tokens))
+
+    @cached_property
+    def call_forms(self) -> list[Form]:
+        """The forms in which the template writes tool calls."""
+        return forms(self.render)
+
+    @cached_property
+    def second_end(self) -> str:
+        """The end-of-sequence token that the template writes behind a terminator of its own, with
+        the blanks between; empty where it writes one terminator.
+        """
+        answer = "Forty-two."
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+        eos = self.special_tokens.get("eos_token", "")
+        try:
+            tail = self.render(messages).rstrip().rpartition(answer)[2]
+        except RowError:
+            return ""
+        first = tail.removesuffix(eos).rstrip()
+        return tail[len(first) :] if eos and tail.endswith(eos) and first else ""
 
     def _renderer(self, tools: object) -> Callable[..., str]:
         key = "tool_use" if tools and "tool_use" in self.sources else "default"
@@ -140,7 +186,7 @@ class ChatTemplate:
     ) -> str:
         """The text of the messages; settings are further variables, such as enable_thinking.
 
-        Raises UserError that begins with place when the template refuses the messages.
+        Raises RowError that begins with place when the template refuses the messages.
         """
         render = self._renderer(tools)
         try:
@@ -153,8 +199,9 @@ class ChatTemplate:
             )
         except _MISFIT as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(
-                f"{place or self._name}: the chat template refuses the conversation: {reason}"
+            raise RowError(
+                f"{place or self._name}: the chat template refuses the conversation: {reason}",
+                "a conversation that the chat template refuses",
             ) from None
 
 

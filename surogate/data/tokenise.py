@@ -1,10 +1,10 @@
 """Rows to tokens, in order and in bounded memory, on all cores.
 
 Rows are taken in batches of about a megabyte of text, so that no worker gets all the long ones. A
-batch is read, rendered and tokenised by an `Encoder`. A small data set stays in this process, where
-the tokenizer library spreads a batch over its threads; a larger one goes to worker processes,
-because rendering chat templates is Python. At most two batches a worker wait, and results come back
-in the order of the rows.
+batch is read, rendered and tokenised by an `Encoder`. The first batches stay in this process, where
+the tokenizer library spreads them over its threads; more of them are tokenised word by word (see
+words.py) by worker processes, because that and rendering chat templates is Python. At most two
+batches a worker wait, and results come back in the order of the rows.
 
 A document of raw text is everything a target: its tokens and the end-of-sequence token behind them.
 In a conversation a token is a target if it lies wholly in a target span of characters.
@@ -13,7 +13,7 @@ In a conversation a token is a target if it lies wholly in a target span of char
 import multiprocessing
 import re
 import signal
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -26,8 +26,9 @@ from jaxtyping import Bool, Int32, Int64
 
 from surogate.data.chat import LossScale, render_targets
 from surogate.data.formats import Conversation, Layout, Text, read_row
-from surogate.data.sources import Row
+from surogate.data.sources import Row, RowError
 from surogate.data.vocabulary import Vocabulary, load_tokenizer
+from surogate.data.words import Encoded, Words, within
 from surogate.errors import UserError
 
 _BATCH_ROWS = 512
@@ -37,12 +38,14 @@ _CUT = re.compile(r"(?<=\S)\n(?=\w)")
 
 
 class Chunk(NamedTuple):
-    """Tokenised documents, one after another."""
+    """Tokenised documents of one data set, one after another; the rows skipped, by kind."""
 
     tokens: Int32[np.ndarray, " tokens"]
     supervised: Bool[np.ndarray, " tokens"]  # this token is a target of the one before it
     lengths: Int64[np.ndarray, " documents"]
     rows: Int64[np.ndarray, " documents"]  # which row of the whole stream each came from
+    source: int
+    skipped: dict[str, int]
 
 
 class _Document(NamedTuple):
@@ -56,6 +59,8 @@ class Encoder:
     """Reads, renders and tokenises batches of rows of one model's data.
 
     vocab_size is the number of embedding rows; an id beyond it raises UserError with the row.
+    threads is for few rows: the library tokenises them on its threads, and no table of words is
+    made.
     """
 
     def __init__(
@@ -65,12 +70,23 @@ class Encoder:
         self.vocab_size = vocab_size
         self.loss_scale: LossScale = loss_scale
         self.threads = threads
+        file = b"" if threads else vocabulary.file.read_bytes()
+        self.words = Words.of(vocabulary.tokenizer, file) if file else None
 
     def encode(self, layout: Layout, rows: Sequence[tuple[int, Row]]) -> Chunk:
-        """Tokenises rows, each with its index in the stream. One row may give several documents."""
+        """Tokenises rows, each with its index in the stream. One row may give several documents.
+
+        A row at fault raises RowError, or is counted if its data set skips malformed rows.
+        """
         documents: list[_Document] = []
+        skipped: Counter[str] = Counter()
         for index, row in rows:
-            documents += self._documents(index, row, read_row(layout, row))
+            try:
+                documents += self._documents(index, row, read_row(layout, row))
+            except RowError as error:
+                if layout.config.malformed == "stop":
+                    raise
+                skipped[error.kind] += 1
         places = {index: row.place for index, row in rows}
         ids, masks = [], []
         for document, (tokens, mask) in zip(documents, self._tokenise(documents), strict=True):
@@ -86,6 +102,8 @@ class Encoder:
             np.concatenate([*masks, np.empty(0, np.bool_)]),
             np.array([len(tokens) for tokens in ids], np.int64),
             np.array([document.row for document in documents], np.int64),
+            layout.source,
+            dict(skipped),
         )
 
     def _documents(self, index: int, row: Row, record: Text | Conversation) -> list[_Document]:
@@ -112,53 +130,60 @@ class Encoder:
                 f"{vocabulary.folder}: names no end-of-sequence token, so the model would never "
                 "learn to stop; set eos_token in tokenizer_config.json"
             )
+        chats = iter(self._chats([d for d in documents if d.spans is not None]))
         raw = iter(self._texts([d.text for d in documents if d.spans is None]))
-        chats = iter(self._encodings([d.text for d in documents if d.spans is not None]))
         for document in documents:
             if document.spans is None:
-                tokens = np.array([*vocabulary.prefix, *next(raw)], np.int32)
+                tokens = np.concatenate([np.array(vocabulary.prefix, np.int32), next(raw)])
                 mask = np.ones(len(tokens), np.bool_)
             else:
-                encoding = next(chats)
-                tokens = np.array(encoding.ids, np.int32)
-                mask = _within(encoding.offsets, document.spans)
+                tokens, mask = next(chats)
             if document.append_eos:
                 learned = document.spans is None or bool(document.spans)
                 tokens = np.append(tokens, np.array([vocabulary.eos], np.int32))
                 mask = np.append(mask, np.array([learned]))
             yield tokens, mask
 
-    def _encodings(self, texts: Sequence[str]) -> list[Any]:
+    def _chats(self, documents: Sequence[_Document]) -> Iterator[Encoded]:
         tokenizer = self.vocabulary.tokenizer
         if self.threads:
-            return tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            texts = [document.text for document in documents]
+            encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+            for document, encoding in zip(documents, encodings, strict=True):
+                yield _with_mask(encoding, document.spans or [])
+            return
+        for document in documents:
+            spans = document.spans or []
+            found = self.words.encode(document.text, spans) if self.words else None
+            yield found or _with_mask(
+                tokenizer.encode(document.text, add_special_tokens=False), spans
+            )
 
-    def _texts(self, texts: Sequence[str]) -> Iterator[list[int]]:
+    def _texts(self, texts: Sequence[str]) -> Iterator[Int32[np.ndarray, " tokens"]]:
         """Ids of raw texts; a long one goes through in pieces, so that memory stays bounded."""
         tokenizer = self.vocabulary.tokenizer
-        short = [text for text in texts if len(text) <= _PIECE]
-        encode = tokenizer.encode_batch_fast
-        groups = [short] if self.threads else [[text] for text in short]
-        done = iter([e.ids for g in groups for e in encode(g, add_special_tokens=False)])
+        short = [text for text in texts if len(text) <= _PIECE] if self.threads else []
+        done = iter(tokenizer.encode_batch_fast(short, add_special_tokens=False))
         for text in texts:
-            if len(text) <= _PIECE:
-                yield next(done)
+            if len(text) > _PIECE:
+                pieces = [self._ids(piece) for piece in _pieces(text, tokenizer)]
+                yield np.concatenate(pieces)
+            elif self.threads:
+                yield np.array(next(done).ids, np.int32)
             else:
-                pieces = _pieces(text, tokenizer)
-                yield [i for p in pieces for i in encode([p], add_special_tokens=False)[0].ids]
+                yield self._ids(text)
+
+    def _ids(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        found = self.words.encode(text, []) if self.words else None
+        if found is not None:
+            return found.ids
+        (encoding,) = self.vocabulary.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, np.int32)
 
 
-def _within(
-    offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
-) -> Bool[np.ndarray, " tokens"]:
-    """Which tokens lie in one of the ascending, disjoint spans."""
-    if not spans or not offsets:
-        return np.zeros(len(offsets), np.bool_)
-    begin, end = np.array(offsets, np.int64).T
-    span_begin, span_end = np.array(spans, np.int64).T
-    last = np.searchsorted(span_begin, begin, side="right") - 1
-    return (last >= 0) & (begin < span_end[last]) & (end <= span_end[last])
+def _with_mask(encoding: Any, spans: Sequence[tuple[int, int]]) -> Encoded:
+    begin, end = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    return Encoded(np.array(encoding.ids, np.int32), within(begin, end, spans))
 
 
 def _pieces(text: str, tokenizer: Any) -> Iterator[str]:
@@ -225,12 +250,13 @@ def tokenise(
     batches. Raises the UserError of the first bad row.
     """
     jobs = iter(jobs)
-    first = list(islice(jobs, in_process + 1)) if workers > 1 else []
-    if len(first) > in_process:
+    first = list(islice(jobs, in_process + 1))
+    few = len(first) <= in_process
+    if workers > 1 and not few:
         settings = EncoderSettings(vocabulary.folder, vocabulary.file, vocab_size, loss_scale)
         yield from _in_workers(settings, chain(first, jobs), workers)
         return
-    encoder = Encoder(vocabulary, vocab_size=vocab_size, loss_scale=loss_scale, threads=True)
+    encoder = Encoder(vocabulary, vocab_size=vocab_size, loss_scale=loss_scale, threads=few)
     for layout, rows in chain(first, jobs):
         yield encoder.encode(layout, rows)
 

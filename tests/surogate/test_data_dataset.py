@@ -172,14 +172,50 @@ def test_edited_row_tokenizer_and_template_make_other_rows(world):
     assert world.prepare(CHATS).reused
 
 
-def test_remains_of_a_killed_build_are_removed(world):
-    world.prepare(CHATS)
-    (built,) = [path for path in (world.folder / "cache").iterdir() if path.is_dir()]
-    built.rename(built.with_name(built.name + ".tmpabc"))
-    assert not world.prepare(CHATS).reused
+class Killed(BaseException):
+    """Ends a build as a signal would."""
+
+
+def _killed_after(count, monkeypatch):
+    """tokenise ends the build behind its first `count` batches; returns the batches it is given."""
+    given, real = [], module.tokenise
+
+    def tokenise(vocabulary, jobs, **settings):
+        def noted():
+            for job in jobs:
+                given.append(job)
+                yield job
+
+        for done, chunk in enumerate(real(vocabulary, noted(), **settings)):
+            if done == count:
+                raise Killed
+            yield chunk
+
+    monkeypatch.setattr(module, "tokenise", tokenise)
+    return given
+
+
+@pytest.mark.parametrize("spoilt", ["", "tokens.bin", "rows.bin", "journal.jsonl"])
+def test_a_killed_build_goes_on_where_it_stopped(world, monkeypatch, spoilt):
+    monkeypatch.setattr("surogate.data.tokenise._BATCH_ROWS", 2)
+    bad = {"messages": []}
+    rows = [*CHATS[:7], bad, *CHATS[7:]]
+    whole = world.split(rows, dataset={"malformed": "skip"}, cache_dir=world.folder / "other")[0]
+    _killed_after(6, monkeypatch)
+    with pytest.raises(Killed):
+        world.split(rows, dataset={"malformed": "skip"})
+    (part,) = (world.folder / "cache").glob("*.part")
+    if spoilt:  # the last batch did not reach the disk whole
+        (part / spoilt).write_bytes((part / spoilt).read_bytes()[:-3])
+    given = _killed_after(100, monkeypatch)
+    packed = world.split(rows, dataset={"malformed": "skip"})[0]
+    assert len(given) == 11 - 6 + bool(spoilt)
+    assert packed.report == whole.report and not packed.reused
+    assert packed.report.shares[0].skipped == {"no messages": 1}
+    for a, b in zip(packed[:4], whole[:4], strict=True):
+        assert np.array_equal(a, b)
     folders = [path for path in (world.folder / "cache").iterdir() if path.is_dir()]
-    assert folders == [built]
-    assert sorted(path.name for path in built.iterdir()) == ["train"]
+    assert [sorted(p.name for p in folder.iterdir()) for folder in folders] == [["train"]]
 
 
 def test_two_builders_share_one_build(world, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 
 from surogate.config import DatasetConfig
 from surogate.data.formats import Conversation, Text, layout_of, read_row
-from surogate.data.sources import Row
+from surogate.data.sources import Row, RowError
 from surogate.errors import UserError
 
 
@@ -189,3 +189,55 @@ CHAT = {"type": "conversation"}
 def test_faults_name_row_and_column(data, settings, message):
     place, got = _error(data, **settings).split(message, 1)[0], _error(data, **settings)
     assert message in got and place in ("f.jsonl row 3 ", "f.jsonl row 3: ")
+
+
+def _untrained(*switches, **settings):
+    messages = [m | s for m, s in zip(MESSAGES * 2, switches, strict=True)]
+    record = _read({"messages": messages}, **settings)
+    assert isinstance(record, Conversation)
+    assert not any({"train", "weight"} & message.keys() for message in record.messages)
+    return record.untrained
+
+
+def test_messages_say_if_they_are_trained_on():
+    assert _untrained({}, {}, {}, {}) == frozenset()
+    assert _untrained({"train": False}, {"train": False}, {}, {"train": True}) == {0, 1}
+    assert _untrained({}, {"weight": 0}, {"weight": None}, {"weight": 1.0}) == {1}
+    assert _untrained({}, {"weight": 0, "train": False}, {}, {}) == {1}
+    named = {"message_property_mappings": {"train": "learn"}}
+    record = _read({"messages": [MESSAGES[0], MESSAGES[1] | {"learn": False}]}, **named)
+    assert record == Conversation(MESSAGES, None, frozenset({1}))
+
+
+def test_a_system_column_moves_the_untrained():
+    data = {"messages": [MESSAGES[0], MESSAGES[1] | {"train": False}], "sys": "S"}
+    assert _read(data, system_field="sys").untrained == {2}
+
+
+@pytest.mark.parametrize(
+    "index,switch,reason",
+    [
+        (1, {"train": 1}, "'train' must be true or false, got 1"),
+        (1, {"train": "yes"}, "'train' must be true or false, got 'yes'"),
+        (1, {"weight": 0.5}, "'weight' must be 0 or 1 (shares are not there yet), got 0.5"),
+        (1, {"weight": 1, "train": False}, "train and weight contradict each other; keep one"),
+        (0, {"train": True}, "only what the assistant says can be trained on, this is user"),
+    ],
+)
+def test_switches_that_mean_nothing(index, switch, reason):
+    messages = [*MESSAGES]
+    messages[index] = messages[index] | switch
+    assert _error({"messages": messages}) == f"f.jsonl row 3 message {index + 1}: {reason}"
+
+
+def test_faults_are_of_kinds():
+    for data, kind in (
+        ({"messages": []}, "no messages"),
+        ({"messages": [{"role": "user"}]}, "a malformed message"),
+        ({"messages": [{"role": [], "content": ""}]}, "an unknown role"),
+        ({"instruction": "Q", "output": None}, "column 'output' is not text"),
+        ({"messages": MESSAGES, "tools": "["}, "malformed tools"),
+    ):
+        with pytest.raises(RowError) as caught:
+            _read(data)
+        assert caught.value.kind == kind

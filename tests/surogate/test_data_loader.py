@@ -29,9 +29,9 @@ def _packed(rows):
         fill=5 / LENGTH,
     )
     bounds = np.arange(0, 3 * rows + 1, 3)
-    return Packed(
-        tokens, labels, np.tile(np.array([2, 3, 1], np.int32), rows), bounds, report, False
-    )
+    lengths = np.tile(np.array([2, 3, 1], np.int32), rows)
+    sources = np.tile(np.array([0, 1, -1], np.int32), rows)
+    return Packed(tokens, labels, lengths, bounds, report, False, sources, ("a", "b"))
 
 
 def _same(one, other):

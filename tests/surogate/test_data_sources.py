@@ -1,11 +1,13 @@
 """Rows come out of every kind of file with their numbers, and faults name file and line."""
 
 import json
+import pickle
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from surogate.data.sources import Row, open_source
+from surogate.data.sources import Row, RowError, counted, open_source
 from surogate.errors import UserError
 
 ROWS = [{"a": "eins", "b": 1}, {"a": "zwei 你好", "b": 2}, {"a": "drei", "b": 3}]
@@ -122,7 +124,7 @@ def test_fingerprint_follows_the_bytes(tmp_path):
         ("x.json", b"3", "x.json: a JSON file must hold an array of objects"),
         ("x.txt", b"one\ntwo \xff", "x.txt line 2: not UTF-8"),
         ("x.txt", b" \n", "x.txt: the data set has no rows"),
-        ("x.csv", b"a,b\n1\n", "x.csv row 1: not as many cells"),
+        ("x.csv", b"a,b\n1\n", "x.csv row 1: has 1 cells, the header has 2"),
         ("x.csv", b"a,b\n1,\xff\n", "x.csv: not UTF-8"),
         ("x.parquet", b"PAR1 no", "x.parquet: not a readable parquet file"),
         ("x.xml", b"<a/>", "x.xml: cannot read .xml; use .csv, .json"),
@@ -161,3 +163,45 @@ def test_name_that_the_hub_gives(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda path, subset, *, split: table)
     rows = list(open_source("someone/thing", samples=1).rows())
     assert rows == [Row("someone/thing", 1, ROWS[0])]
+
+
+def test_faulty_rows_are_counted_by_kind_where_they_may_be_skipped(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'{"a": 1}\n{"a": \n[1]\n\n\xff\n{"a": 2}\n"x"\n')
+    skipped: Counter[str] = Counter()
+    rows = list(open_source(str(file)).rows(skipped))
+    assert [(row.number, row.data["a"]) for row in rows] == [(1, 1), (5, 2)]
+    assert skipped == {"not an object": 2, "invalid JSON": 1, "not UTF-8": 1}
+    assert counted(skipped) == "2 x not an object, 1 x invalid JSON, 1 x not UTF-8"
+    assert _error(file).startswith(f"{file} line 2: invalid JSON")
+
+
+def test_no_row_left_says_why(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text("a,b\n1\n2,3,4\n")
+    with pytest.raises(UserError, match=r"no rows that can be read: 2 x another number of cells"):
+        list(open_source(str(file)).rows(Counter()))
+
+
+def test_row_error_crosses_processes():
+    error = pickle.loads(pickle.dumps(RowError("f row 1: no", "a kind")))
+    assert (str(error), error.kind) == ("f row 1: no", "a kind")
+
+
+def test_csv_cells_of_any_size_and_quotes_that_never_close(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text(f'a,b\n"{"x" * 300_000}","one\ntwo"\n\n')
+    (row,) = open_source(str(file)).rows()
+    assert len(row.data["a"]) == 300_000 and row.data["b"] == "one\ntwo"
+    file.write_text('a,b\n1,"2\n3,4\n')
+    assert _error(file).startswith(f"{file} row 1: invalid CSV: unexpected end of data")
+    file.write_text("a,b,a\n1,2,3\n")
+    assert _error(file) == f"{file}: the header names a more than once"
+
+
+def test_json_of_one_object_over_several_lines(tmp_path):
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps({"a": {"b": 1}}, indent=2))
+    assert [row.data for row in open_source(str(file)).rows()] == [{"a": {"b": 1}}]
+    file.write_text('{"a": 1}\n{"a": \n')
+    assert _error(file).startswith(f"{file} line 2: invalid JSON")
