@@ -4,39 +4,38 @@ manifest.
 A checkpoint is written beside its final name, every file and the folder are synced to the disk, and
 then the folder is renamed and its parent synced; a folder is renamed before it is removed. So a
 folder named step_NNNNNNNN is whole whatever moment the machine stops at, and one that is not was
-damaged afterwards: ``load`` says so rather than going on from less.
+damaged afterwards: ``newest_whole`` says so, puts it aside and takes the one before.
 
     trained.safetensors    trained weights by their place in the tree
     optimizer.safetensors  number of updates, moments and masters under the same names with a prefix
-    checkpoint.json        step, settings, sources, the size and SHA-256 of each file, and its own
+    checkpoint.json        step, settings, sources
+    manifest.json          the hash of every tensor and file, see manifest.py
 
 Arrays are written and read one at a time: a checkpoint costs no memory but its largest array.
 """
 
-import hashlib
+import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import safe_open
 
-from surogate.errors import UserError
+from surogate.errors import UserError, reason
 from surogate.kernels.arrays import BF16
+from surogate.manifest import Damaged, faults, read_manifest, write_manifest
+from surogate.models.files import Planned, Staging, sync_directory
 
-FORMAT = 1
-MANIFEST = "checkpoint.json"
+FORMAT = 2
+FACTS = "checkpoint.json"
 TRAINED, OPTIMIZER = "trained.safetensors", "optimizer.safetensors"
-# safetensors' names of the dtypes that a state holds.
-DTYPES = {
-    BF16: "BF16",
-    np.dtype(np.float32): "F32",
-    np.dtype(np.float64): "F64",
-    np.dtype(np.int64): "I64",
-}
+HEADERS = 1 << 20  # bytes, more than those of all files but their arrays
+_CHUNK = 1 << 16  # elements that are looked at together
 
 
 class Checkpoint(NamedTuple):
@@ -45,60 +44,113 @@ class Checkpoint(NamedTuple):
     step: int
     trained: Mapping[str, Any]
     optimizer: Mapping[str, Any]
-    settings: Mapping[str, Any]  # that decide what is computed
-    sources: Mapping[str, str]  # hashes of what the settings point at: rows, frozen weights
+    settings: Mapping[str, Any]  # every key of the configuration
+    sources: Mapping[str, Any]  # what else must be as it was: hashes of rows and frozen weights
+
+    @property
+    def nbytes(self) -> int:
+        """Of all arrays."""
+        return sum(a.nbytes for part in (self.trained, self.optimizer) for a in part.values())
 
 
 class Saved(NamedTuple):
-    """A checkpoint on the disk whose files are what its manifest says."""
+    """A checkpoint on the disk, and what its checkpoint.json says."""
 
     path: Path
     step: int
     settings: dict[str, Any]
-    sources: dict[str, str]
+    sources: dict[str, Any]
 
 
-def save(directory: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
-    """Writes step_NNNNNNNN under ``directory`` and removes all but the ``keep`` newest.
+def save(
+    directory: Path,
+    checkpoint: Checkpoint,
+    *,
+    keep: int,
+    commit: AbstractContextManager[Any] | None = None,
+) -> Path:
+    """Writes step_NNNNNNNN under ``directory`` and removes all but the ``keep`` newest up to it.
 
-    Raises UserError when the disk refuses; what was there before stays whole.
+    ``commit`` is entered for the moment in which names change; when it raises, none did.
+    Raises UserError when the disk refuses or an array holds what is not a finite number; what was
+    there before stays whole.
     """
     final = directory / f"step_{checkpoint.step:08d}"
-    partial = _partial(final)
+    partial = final.with_name(f".partial-{final.name}")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        files = {TRAINED: checkpoint.trained, OPTIMIZER: checkpoint.optimizer}
-        manifest = {
-            "format": FORMAT,
-            "step": checkpoint.step,
-            "settings": checkpoint.settings,
-            "sources": checkpoint.sources,
-            "files": {name: _write(partial / name, _blocks(a)) for name, a in files.items()},
-        }
-        sealed = {**manifest, "seal": _seal(manifest)}
-        _write(partial / MANIFEST, iter([json.dumps(sealed, indent=1).encode()]))
-        _sync(partial)
-        if final.exists():
-            _remove(final)
-        os.replace(partial, final)
-        _sync(directory)
-        for old in _steps(directory)[:-keep]:
-            _remove(old)
+        _require_room(partial, checkpoint.nbytes + HEADERS)
+        staging = Staging(partial, {})
+        staging.tensors(TRAINED, _finite(checkpoint.trained))
+        staging.tensors(OPTIMIZER, _finite(checkpoint.optimizer))
+        facts = checkpoint._asdict() | {"format": FORMAT}
+        staging.json(FACTS, {k: facts[k] for k in ("format", "step", "settings", "sources")})
+        write_manifest(staging)
+        sync_directory(partial)
+        with commit or nullcontext():
+            if final.exists():
+                _remove(final)
+            os.replace(partial, final)
+            sync_directory(directory)
+            older = [path for path in _steps(directory) if _number(path) <= checkpoint.step]
+            for old in older[:-keep]:
+                _remove(old)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
             f"{final}: cannot write the checkpoint: {reason(error)}; earlier checkpoints are whole"
         ) from None
+    except UserError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     return final
 
 
-def newest(directory: Path) -> Path | None:
-    """The newest checkpoint under ``directory``, or None. Removes what an interrupted save left."""
+def clean(directory: Path) -> None:
+    """Removes what interrupted saves left."""
     for leftover in directory.glob(".partial-step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
+
+
+def newest(directory: Path) -> Path | None:
+    """The newest checkpoint under ``directory``, whole or not, or None."""
     steps = _steps(directory)
     return steps[-1] if steps else None
+
+
+def newest_whole(directory: Path, *, say: Callable[[str], None]) -> Saved | None:
+    """The newest checkpoint of which every byte is as it was written; None if there is none at all.
+
+    Newer ones that are damaged are renamed to step_NNNNNNNN.damaged, and ``say`` gets a line for
+    each. Raises UserError when no checkpoint is whole: a run never starts anew in silence.
+    """
+    damaged: list[tuple[Path, str]] = []
+    for path in reversed(_steps(directory)):
+        try:
+            found = faults(path)
+            if not found:
+                break
+        except PermissionError as error:
+            raise UserError(f"{error.filename}: {reason(error)}") from None
+        damaged.append((path, found[0]))
+    else:
+        if damaged:
+            raise UserError(
+                f"{damaged[0][1]}, and no checkpoint before it is whole; put it back from a copy, "
+                "or set resume_from_checkpoint = false to start anew"
+            )
+        return None
+    saved = load(path)
+    for one, fault in damaged:
+        aside = one.with_name(f"{one.name}.damaged")
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(one, aside)
+        except OSError as error:
+            raise UserError(f"{one}: cannot be put aside: {reason(error)}") from None
+        say(f"{fault}: going on from {path.name}, {one.name} is now {aside.name}")
+    return saved
 
 
 def discard(directory: Path) -> None:
@@ -111,25 +163,22 @@ def discard(directory: Path) -> None:
 
 
 def load(path: Path) -> Saved:
-    """Reads a manifest and checks every file against it. Raises UserError naming the file."""
+    """Reads checkpoint.json. Raises UserError naming the file when it is damaged or of another
+    format. The arrays are looked at by manifest.faults.
+    """
     remedy = f"remove {path} to go on from the checkpoint before it"
     try:
-        manifest = dict(json.loads((path / MANIFEST).read_text()))
-    except (OSError, ValueError, TypeError):
-        manifest = {}
-    made_by = manifest.get("format", FORMAT)
-    if made_by != FORMAT:
-        raise UserError(f"{path}: is of format {made_by}, this version reads format {FORMAT}")
-    if manifest.pop("seal", None) != _seal(manifest):
-        raise UserError(f"{path / MANIFEST}: is missing or damaged; {remedy}")
-    for name, facts in manifest["files"].items():
-        try:
-            found = _facts(path / name)
-        except OSError as error:
-            raise UserError(f"{path / name}: {reason(error)}; {remedy}") from None
-        if found != facts:
-            raise UserError(f"{path / name}: is not what {MANIFEST} says (damaged); {remedy}")
-    return Saved(path, manifest["step"], manifest["settings"], manifest["sources"])
+        read_manifest(path)
+        facts = json.loads((path / FACTS).read_bytes())
+    except Damaged as error:
+        raise UserError(f"{error}; {remedy}") from None
+    except (OSError, ValueError):
+        raise UserError(f"{path / FACTS}: is missing or damaged; {remedy}") from None
+    if facts["format"] != FORMAT:
+        raise UserError(
+            f"{path}: is of format {facts['format']}, this version reads format {FORMAT}"
+        )
+    return Saved(path, facts["step"], facts["settings"], facts["sources"])
 
 
 def fill_(file: Path, arrays: Mapping[str, Any], *, put: Callable[[Any], Any]) -> None:
@@ -151,75 +200,63 @@ def fill_(file: Path, arrays: Mapping[str, Any], *, put: Callable[[Any], Any]) -
                     f"{file}: {name} is {saved.dtype}{list(saved.shape)}, "
                     f"this run has {array.dtype}{list(array.shape)}"
                 )
-            array[...] = put(saved)
+            array[...] = saved if isinstance(array, np.ndarray) else put(saved)
 
 
-def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A few words for each setting that differs between a checkpoint and this run."""
-    now = json.loads(json.dumps(now))  # as it comes back from a file: lists for tuples
-    return [
-        f"{key}: {saved.get(key)!r} in the checkpoint, {now.get(key)!r} now"
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """A few words for each setting that differs between a checkpoint and this run, by its key."""
+    # As they come back from a file: lists for tuples.
+    saved, now = (json.loads(json.dumps(settings)) for settings in (saved, now))
+    return {
+        key: f"{key}: {saved.get(key)!r} in the checkpoint, {now.get(key)!r} now"
         for key in sorted({*saved, *now})
         if saved.get(key) != now.get(key)
-    ]
+    }
 
 
-def reason(error: OSError) -> str:
-    """What an OSError says, in lower case. NumPy's own, of a write cut short, has no number."""
-    if error.strerror:
-        return error.strerror.lower()
-    return f"{error}; is the disk full?"
+def _finite(arrays: Mapping[str, Any]) -> dict[str, Planned]:
+    """Arrays to be written, each of which is refused if a number of it is infinite or NaN."""
+
+    def plan(name: str, array: Any) -> Planned:
+        def load() -> np.ndarray:
+            host = array if isinstance(array, np.ndarray) else array.get()
+            if not is_finite(host):
+                raise UserError(
+                    f"{name} holds values that are not finite: the checkpoint is not written, "
+                    "earlier ones are whole; lower learning_rate, or look at the data"
+                )
+            return host
+
+        return Planned(tuple(array.shape), np.dtype(array.dtype), load)
+
+    return {name: plan(name, array) for name, array in arrays.items()}
 
 
-def _blocks(arrays: Mapping[str, Any]) -> Iterator[Any]:
-    """The bytes of a safetensors file: length of the header, the header, and each array."""
-    header, offset = {}, 0
-    for name, array in arrays.items():
-        span = [offset, offset + array.nbytes]
-        header[name] = {
-            "dtype": DTYPES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": span,
-        }
-        offset = span[1]
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for array in arrays.values():
-        host = array if isinstance(array, np.ndarray) else array.get()
-        yield np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+def is_finite(array: np.ndarray) -> bool:
+    """Whether every number is. A bfloat16 is not if all bits of its exponent are set."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    parts = (flat[start : start + _CHUNK] for start in range(0, len(flat), _CHUNK))
+    if array.dtype == BF16:
+        exponent = np.uint16(0x7F80)
+        return all(((part.view(np.uint16) & exponent) != exponent).all() for part in parts)
+    return all(np.isfinite(part).all() for part in parts)
 
 
-def _write(path: Path, blocks: Iterator[Any]) -> dict[str, Any]:
-    """Writes and syncs a file; returns what the manifest says of it."""
-    digest, size = hashlib.sha256(), 0
-    with path.open("wb") as file:
-        for block in blocks:
-            digest.update(block)
-            size += file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def _seal(manifest: Mapping[str, Any]) -> str:
-    """The SHA-256 of a manifest's content."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _facts(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
+def _require_room(folder: Path, needed: int) -> None:
+    """Raises OSError where the disk says that it has too little room."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        text = f"no space left on device: {needed:,} bytes are needed, {free:,} are free"
+        raise OSError(errno.ENOSPC, text)
 
 
 def _steps(directory: Path) -> list[Path]:
     found = [p for p in directory.glob("step_*") if p.is_dir() and p.name[5:].isdigit()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    return sorted(found, key=_number)
 
 
-def _partial(path: Path) -> Path:
-    return path.with_name(f".partial-{path.name}")
+def _number(path: Path) -> int:
+    return int(path.name[5:])
 
 
 def _remove(path: Path) -> None:
@@ -228,11 +265,3 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     os.replace(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

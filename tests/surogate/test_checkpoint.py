@@ -1,7 +1,6 @@
 """A checkpoint is whole at every moment, and a damaged one is refused by name."""
 
 import errno
-import json
 import os
 import shutil
 import sys
@@ -14,20 +13,25 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from surogate import checkpoint
+from surogate import checkpoint, manifest
 from surogate.checkpoint import (
-    MANIFEST,
+    FACTS,
     OPTIMIZER,
     TRAINED,
     Checkpoint,
     changes,
+    clean,
     discard,
     fill_,
+    is_finite,
     load,
     newest,
+    newest_whole,
     save,
 )
 from surogate.errors import UserError
+from surogate.manifest import MANIFEST, faults
+from surogate.models import files
 from tests.oracle import same_bits
 
 
@@ -56,8 +60,10 @@ def assert_whole(directory: Path, step: int) -> None:
     path = newest(directory)
     assert path is not None and path.name == f"step_{step:08d}"
     like = made(step)
+    assert faults(path) == []
     for name, array in read(path, like).items():
         same_bits(array, {**like.trained, **like.optimizer}[name])
+    clean(directory)
     assert not list(directory.glob(".partial*"))
 
 
@@ -100,22 +106,24 @@ def test_no_folder_has_no_checkpoint(tmp_path):
     assert newest(tmp_path / "none") is None
 
 
+CODE = {module.__file__ for module in (checkpoint, files, manifest)}
+
+
 class Killed(BaseException):
     """What ends a process here: nothing in the code under test catches it."""
 
 
-def executed_lines(directory: Path, *, kill_at: int | None = None) -> int:
-    """Saves step 2, counting lines of checkpoint.py; raises Killed before line ``kill_at``."""
-    count = 0
+def executed_lines(directory: Path, *, kill_at: int | None = None) -> list[tuple[str, int]]:
+    """Saves step 2; returns our lines that ran, or raises Killed before number ``kill_at``."""
+    seen: list[tuple[str, int]] = []
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal count
-        if frame.f_code.co_filename != checkpoint.__file__:
+        if frame.f_code.co_filename not in CODE:
             return None
         if event == "line":
-            count += 1
-            if count == kill_at:
+            if len(seen) == kill_at:
                 raise Killed
+            seen.append((frame.f_code.co_filename, frame.f_lineno))
         return trace
 
     before = sys.gettrace()
@@ -124,21 +132,25 @@ def executed_lines(directory: Path, *, kill_at: int | None = None) -> int:
         save(directory, made(2), keep=1)
     finally:
         sys.settrace(before)
-    return count
+    return seen
 
 
 # A process that dies closes no file.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_killed_before_any_line_of_a_save(tmp_path):
-    """Whatever line the process dies at, there is one whole checkpoint: the one before or this."""
+    """Whatever line the process dies at, the first or the last time that it comes there, there is
+    one whole checkpoint: the one before or this.
+    """
     first = tmp_path / "first"
     save(first, made(1), keep=1)
     shutil.copytree(first, tmp_path / "all")
     lines = executed_lines(tmp_path / "all")
-    assert lines > 60
-    seen = []
-    for number in range(1, lines + 1):
+    places = {lines.index(line) for line in lines}
+    places |= {len(lines) - 1 - lines[::-1].index(line) for line in lines}
+    assert len(places) > 100
+    reached = []
+    for number in sorted(places):
         directory = tmp_path / "run"
         shutil.copytree(first, directory)
         with pytest.raises(Killed):
@@ -147,12 +159,12 @@ def test_killed_before_any_line_of_a_save(tmp_path):
         assert path is not None
         step = int(path.name[5:])
         assert_whole(directory, step)
-        seen.append(step)
+        reached.append(step)
         save(directory, made(2), keep=1)  # and the next run can save
         assert_whole(directory, 2)
         shutil.rmtree(directory)
-    assert seen == sorted(seen)  # first the old one, from some line on the new one
-    assert {1, 2} == set(seen)
+    assert reached == sorted(reached)  # first the old one, from some line on the new one
+    assert {1, 2} == set(reached)
 
 
 class Failing:
@@ -186,7 +198,10 @@ def test_the_disk_refuses_at_any_call(tmp_path, monkeypatch, where):
             else:
                 assert not failing.failed
                 break
-        if newest(tmp_path).name != "step_00000002":  # the rename is the point of no return
+        path = newest(tmp_path)
+        if (
+            path is not None and path.name != "step_00000002"
+        ):  # the rename is the point of no return
             assert_whole(tmp_path, 1)
         else:
             assert_whole(tmp_path, 2)
@@ -252,25 +267,104 @@ def damage(file: Path, kind: str) -> None:
     file.write_bytes(raw)
 
 
-@pytest.mark.parametrize("name", [TRAINED, OPTIMIZER, MANIFEST])
+@pytest.mark.parametrize("name", [TRAINED, OPTIMIZER, FACTS, MANIFEST])
 @pytest.mark.parametrize("kind", ["missing", "truncated", "flipped", "empty"])
-def test_damage_is_named(tmp_path, name, kind):
-    save(tmp_path, made(1), keep=2)
-    path = save(tmp_path, made(2), keep=2)
-    damage(path / name, kind)
+def test_a_damaged_newest_gives_way_to_the_one_before(tmp_path, name, kind):
+    save(tmp_path, made(1), keep=3)
+    whole = save(tmp_path, made(2), keep=3)
+    damaged = [save(tmp_path, made(step), keep=4) for step in (3, 4)]
+    for path in damaged:
+        damage(path / name, kind)
+    said: list[str] = []
+    saved = newest_whole(tmp_path, say=said.append)
+    assert saved is not None and saved.path == whole
+    assert [line.startswith(f"{p / name}: ") for line, p in zip(said, damaged[::-1], strict=True)]
+    assert said[0].endswith(
+        ": going on from step_00000002, step_00000004 is now step_00000004.damaged"
+    )
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "step_00000001",
+        "step_00000002",
+        "step_00000003.damaged",
+        "step_00000004.damaged",
+    ]
+    assert_whole(tmp_path, 2)
+    said.clear()
+    assert newest_whole(tmp_path, say=said.append) == saved and said == []
+
+
+def test_no_whole_checkpoint_is_an_error_and_nothing_is_moved(tmp_path):
+    paths = [save(tmp_path, made(step), keep=2) for step in (1, 2)]
+    for path in paths:
+        damage(path / TRAINED, "flipped")
     with pytest.raises(UserError) as error:
-        read(newest(tmp_path), made(2))
-    assert str(path / name) in str(error.value)
-    assert "\n" not in str(error.value)
-    assert f"remove {path} to go on from the checkpoint before it" in str(error.value)
+        newest_whole(tmp_path, say=pytest.fail)
+    message = str(error.value)
+    assert message.startswith(f"{paths[1] / TRAINED}: ") and "\n" not in message
+    assert "no checkpoint before it is whole; put it back from a copy" in message
+    assert sorted(tmp_path.iterdir()) == paths
+    assert newest_whole(tmp_path / "none", say=pytest.fail) is None
 
 
-def test_other_format(tmp_path):
+def test_a_checkpoint_that_may_not_be_read_is_not_a_damaged_one(tmp_path, monkeypatch):
     path = save(tmp_path, made(1), keep=1)
-    manifest = json.loads((path / MANIFEST).read_text())
-    (path / MANIFEST).write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(UserError, match="is of format 99, this version reads format 1"):
+
+    def refused(folder: Path) -> list[str]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder / TRAINED))
+
+    monkeypatch.setattr(checkpoint, "faults", refused)
+    with pytest.raises(UserError, match=f"{path / TRAINED}: permission denied"):
+        newest_whole(tmp_path, say=pytest.fail)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_rotation_looks_at_steps_up_to_the_one_saved(tmp_path):
+    """A damaged later one that still lies there takes no place among those that are kept."""
+    for step in (1, 2, 9):
+        save(tmp_path, made(step), keep=3)
+    damage(tmp_path / "step_00000009" / TRAINED, "flipped")
+    save(tmp_path, made(3), keep=2)
+    assert [p.name for p in sorted(tmp_path.iterdir())] == [
+        "step_00000002",
+        "step_00000003",
+        "step_00000009",
+    ]
+
+
+def test_other_format(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "FORMAT", 99)
+        path = save(tmp_path, made(1), keep=1)
+    with pytest.raises(UserError, match="is of format 99, this version reads format 2"):
         load(path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["trained", "optimizer"])
+def test_what_is_not_finite_is_never_saved(tmp_path, dtype, value, where):
+    good = save(tmp_path, made(1), keep=1)
+    array = np.full((300, 700), 3e38, dtype)  # more than a chunk, and near the end of the range
+    save(tmp_path / "near", made(2)._replace(trained={"w": array}), keep=1)
+    array[299, 1] = value
+    with pytest.raises(UserError, match="w holds values that are not finite: the checkpoint is"):
+        save(tmp_path, made(2)._replace(**{where: {"w": array}}), keep=1)
+    assert_whole(tmp_path, 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["near", good.name]
+
+
+def test_whole_numbers_are_finite():
+    assert is_finite(np.array(7, np.int64)) and is_finite(np.zeros((0, 3), np.float32))
+
+
+def test_room_is_looked_at_before_a_byte_is_written(tmp_path, monkeypatch):
+    save(tmp_path, made(1), keep=1)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(checkpoint.Staging, "tensors", lambda *a: pytest.fail("wrote"))
+    with pytest.raises(UserError, match="device: 1,048,842 bytes are needed, 1,000 are free"):
+        save(tmp_path, made(2), keep=1)
+    assert_whole(tmp_path, 1)
 
 
 @pytest.mark.parametrize(
@@ -295,12 +389,12 @@ def test_arrays_of_another_run(tmp_path, arrays, message):
 
 def test_changes_name_each_setting():
     saved = {"lr": 0.1, "rank": 4, "names": ["a"]}
-    assert changes(saved, {"lr": 0.1, "rank": 4, "names": ("a",)}) == []
-    assert changes(saved, {"lr": 0.2, "names": ["a"], "new": True}) == [
-        "lr: 0.1 in the checkpoint, 0.2 now",
-        "new: None in the checkpoint, True now",
-        "rank: 4 in the checkpoint, None now",
-    ]
+    assert changes(saved, {"lr": 0.1, "rank": 4, "names": ("a",)}) == {}
+    assert changes(saved, {"lr": 0.2, "names": ["a"], "new": True}) == {
+        "lr": "lr: 0.1 in the checkpoint, 0.2 now",
+        "new": "new: None in the checkpoint, True now",
+        "rank": "rank: 4 in the checkpoint, None now",
+    }
 
 
 def test_saving_takes_no_memory_but_one_array(tmp_path):
@@ -315,19 +409,3 @@ def test_saving_takes_no_memory_but_one_array(tmp_path):
     finally:
         tracemalloc.stop()
     assert peak < 3 << 20
-
-
-def test_any_flipped_byte_of_the_manifest_is_noticed(tmp_path):
-    path = save(tmp_path, made(1), keep=1)
-    raw = (path / MANIFEST).read_bytes()
-    for index in range(0, len(raw), 5):
-        changed = bytearray(raw)
-        changed[index] ^= 1
-        (path / MANIFEST).write_bytes(changed)
-        try:
-            same = json.loads(changed) == json.loads(raw)
-        except ValueError:
-            same = False
-        if not same:
-            with pytest.raises(UserError):
-                load(path)

@@ -1,0 +1,80 @@
+"""The state of a run as a checkpoint, and back: what a run that goes on takes over, and what it
+refuses.
+
+Saved are arrays (weights, the optimizer's moments, masters and number of updates, the recipe's
+scales) and, as numbers, the step with what follows from it: epoch, next micro-batch, next learning
+rate. Everything else is computed from the settings: the order of rows and every random number are
+functions of the seeds and the step. So a run goes on with the same bits if the settings that decide
+what is computed, the rows and the frozen weights are the same; those in ``BOOKKEEPING`` may change.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from surogate import checkpoint as checkpoints
+from surogate.checkpoint import Checkpoint, Saved
+from surogate.config import Config, config_to_dict
+from surogate.errors import UserError
+from surogate.optim.state import STEP, named_leaves, state_to_named
+from surogate.settings import BOOKKEEPING, FIELDS
+from surogate.step import TrainStep
+
+
+def find(config: Config, directory: Path) -> Saved | None:
+    """The checkpoint to go on from; None to start anew.
+
+    Prints each setting that changed and may; raises UserError when another did, or when there are
+    checkpoints and none is whole.
+    """
+    checkpoints.clean(directory)
+    if not config.resume_from_checkpoint:
+        return None
+    saved = checkpoints.newest_whole(directory, say=print)
+    if saved is not None:
+        # An earlier version computed what the default of a later key computes.
+        defaults = {k: f.default for k, f in FIELDS.items() if f.default is not msgspec.NODEFAULT}
+        changed = checkpoints.changes({**defaults, **saved.settings}, config_to_dict(config))
+        for key in sorted(changed.keys() & BOOKKEEPING):
+            if getattr(config, key) != "auto":  # which leaves the choice to us
+                print(f"changed: {changed[key]}", flush=True)
+        refuse(saved, {key: line for key, line in changed.items() if key not in BOOKKEEPING})
+    return saved
+
+
+def refuse(saved: Saved, changed: Mapping[str, str]) -> None:
+    """Raises UserError when something differs that decides what is computed, a line for each
+    before it.
+    """
+    if not changed:
+        return
+    for line in changed.values():
+        print(f"refused: {line}", file=sys.stderr)
+    raise UserError(
+        f"{saved.path}: was made with another {', '.join(changed)}; use what it had, another "
+        "output_dir, or resume_from_checkpoint = false to start anew"
+    )
+
+
+def state_of(step: TrainStep, done: int, config: Config, sources: Mapping[str, Any]) -> Checkpoint:
+    """The state after update ``done``. The arrays are the step's own."""
+    step.settle()
+    optimizer = {**state_to_named(step.state), **step.recipe.named()}
+    trained = dict(named_leaves(step.trainable))
+    return Checkpoint(done, trained, optimizer, config_to_dict(config), sources)
+
+
+def take_(step: TrainStep, saved: Saved) -> None:
+    """Writes a checkpoint's arrays into a step's."""
+    state = {**state_to_named(step.state), **step.recipe.named()}
+    for file, arrays in (
+        (checkpoints.TRAINED, dict(named_leaves(step.trainable))),
+        (checkpoints.OPTIMIZER, state),
+    ):
+        checkpoints.fill_(saved.path / file, arrays, put=step.device.put)
+    step.state = step.state._replace(step=int(state[STEP]))
+    step.recipe.loaded_()
+    step.refresh()

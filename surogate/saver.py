@@ -1,0 +1,190 @@
+"""Saves checkpoints beside the training: the state is copied to the host, and a thread writes it.
+
+On a card the copy runs on a stream of its own. The passes of the next step read weights alone, so
+they go on meanwhile; ``before_update`` makes the update, which writes them, wait for the copy. The
+host arrays (page-locked on a card) are made once and used again, so there is one write at a time: a
+save waits for the one before it.
+
+What goes wrong in the thread is raised by the next call of ``poll``, ``save`` or ``wait``. When a
+run ends by an ordinary error, the write at hand is finished, for its state is good; when it is to
+end at once (a second signal), the write is given up at whatever point it is, as if the process had
+been killed: nothing is renamed after that.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from surogate.checkpoint import Checkpoint, save
+from surogate.device import Device
+from surogate.kernels.arrays import require
+
+SHARE = 0.5  # of the free host memory that copies may take; beyond, a save is made in place
+
+
+class GivenUp(BaseException):
+    """Ends the thread of a write that was given up."""
+
+
+class Saver:
+    """Writes checkpoints, one at a time. Use it in a ``with``: leaving waits for the last.
+
+    ``background`` False writes each in ``save`` itself. ``say`` gets a line when that is done
+    because the host has too little memory.
+    """
+
+    def __init__(self, device: Device, *, background: bool, say: Callable[[str], None]) -> None:
+        self._device, self._background, self._say = device, background, say
+        self._buffers: dict[str, np.ndarray] = {}
+        self._stream: Any = None
+        self._copied: Any = None  # an event on the card, until an update waits for it
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._commit, self._given_up = threading.Lock(), False
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.wait()
+        elif isinstance(error, Exception):
+            self._join()
+        else:
+            with self._commit:
+                self._given_up = True
+
+    def save(self, directory: Path, checkpoint: Checkpoint, *, keep: int) -> None:
+        """Saves as ``checkpoint.save`` does. Returns when the arrays may be written to again, on
+        the host and, after ``before_update``, on the card.
+        """
+        self.wait()
+        if not self._room_for(checkpoint.nbytes):
+            save(directory, checkpoint, keep=keep)
+            return
+        copies, ready = self._copy(checkpoint)
+
+        def work() -> None:
+            try:
+                if ready is not None:
+                    ready.synchronize()
+                save(directory, copies, keep=keep, commit=self._committing())
+            except BaseException as error:  # for the thread that trains, see poll
+                self._error = error
+
+        # A daemon: a process that is told to end at once does not wait for it.
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def before_update(self) -> None:
+        """To be called before arrays on the card change: their copy is made first."""
+        if self._copied is not None:
+            self._device.library.cuda.get_current_stream().wait_event(self._copied)
+            self._copied = None
+
+    def poll(self) -> None:
+        """Raises what went wrong in the thread, if it has ended."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for the write at hand and raises what went wrong in it."""
+        self._join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    @contextmanager
+    def _committing(self) -> Iterator[None]:
+        with self._commit:
+            if self._given_up:
+                raise GivenUp
+            yield
+
+    def _room_for(self, size: int) -> bool:
+        if not self._background or self._buffers:
+            return self._background
+        free = free_memory()
+        if free is None or size <= SHARE * free:
+            return True
+        self._background = False
+        self._say(
+            f"checkpoints are written in the foreground: a copy takes {size / 1e9:.3g} GB, "
+            f"the host has {free / 1e9:.3g} GB free"
+        )
+        return False
+
+    def _copy(self, checkpoint: Checkpoint) -> tuple[Checkpoint, Any]:
+        """The checkpoint with its arrays on the host, and the event after which they are filled."""
+        if self._device.kind == "cpu":
+            return self._in_buffers(checkpoint), None
+        cuda = self._device.library.cuda
+        current = cuda.get_current_stream()
+        if self._stream is None:
+            self._stream = cuda.Stream(non_blocking=True)
+        self._stream.wait_event(current.record())
+        with self._stream:
+            copies = self._in_buffers(checkpoint)
+            self._copied = self._stream.record()
+        return copies, self._copied
+
+    def _in_buffers(self, checkpoint: Checkpoint) -> Checkpoint:
+        def part(prefix: str, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+            return {name: self._fill(f"{prefix}.{name}", array) for name, array in arrays.items()}
+
+        return checkpoint._replace(
+            trained=part("trained", checkpoint.trained),
+            optimizer=part("optimizer", checkpoint.optimizer),
+        )
+
+    def _fill(self, name: str, array: Any) -> np.ndarray:
+        """Starts copying an array to the buffer of its name."""
+        buffer = self._buffers.get(name)
+        if buffer is None:
+            buffer = self._buffers[name] = self._blank(array)
+        require(
+            (buffer.shape, buffer.dtype) == (array.shape, array.dtype),
+            f"Saver: {name} was {buffer.dtype}{buffer.shape}, is {array.dtype}{array.shape}",
+        )
+        if isinstance(array, np.ndarray):
+            np.copyto(buffer, array)
+        else:
+            array.get(stream=self._stream, out=buffer, blocking=False)
+        return buffer
+
+    def _blank(self, array: Any) -> np.ndarray:
+        if isinstance(array, np.ndarray) or not array.nbytes:
+            return np.empty(array.shape, array.dtype)
+        memory = self._device.library.cuda.alloc_pinned_memory(array.nbytes)
+        return np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
+
+
+def free_memory() -> int | None:
+    """Bytes of host memory that can be had; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    free = next((int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")), None)
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no such group, or no limit ("max")
+        return free
+    return limit - used if free is None else min(free, limit - used)

@@ -1,0 +1,120 @@
+"""A run goes on under the settings that it was made with; which may change, and how it is told."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from surogate import checkpoint
+from tests.surogate.runs import invoke, prepare, write_config, write_texts
+from tests.surogate.runs import train as run_through
+from tests.surogate.test_resume import arrays, newest, settings
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the plot of runs in this process."""
+    monkeypatch.setattr("surogate.train.plot", lambda *arguments: None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return prepare(tmp_path)
+
+
+CHANGED = {
+    "learning_rate": 0.004,
+    "max_steps": 9,
+    "train_seed": 3,
+    "sequence_len": 24,
+    "weight_decay": 0.5,
+    "lr_scheduler_type": "cosine",
+    "gradient_accumulation_steps": 2,
+    "adamw_beta2": 0.9,
+    "sample_packing": False,
+}
+
+
+def test_changed_settings_are_refused_with_their_names(folder):
+    run_through(folder, max_steps=2)
+    for name, value in CHANGED.items():
+        result = invoke(write_config(folder, max_steps=2), f"{name}={json.dumps(value)}")
+        assert result.exit_code == 1
+        line, error = result.stderr.splitlines()
+        assert line.startswith(f"refused: {name}: ") and line.endswith(f"{value!r} now")
+        path = folder / "out" / "step_00000002"
+        assert error.startswith(f"error: {path}: was made with another {name}; use what it had, ")
+    two = invoke(write_config(folder, max_steps=2), "learning_rate=0.1", "weight_decay=0.2")
+    assert two.stderr.splitlines()[:2] == [
+        "refused: learning_rate: 0.003 in the checkpoint, 0.1 now",
+        "refused: weight_decay: 0.0 in the checkpoint, 0.2 now",
+    ]
+    assert "was made with another learning_rate, weight_decay; " in two.stderr
+    # Where and how often things are written, or how fast, may change, and is told.
+    again = ["save_steps=1", "logging_steps=2", "eval_steps=1", "run_name=x", "save_total_limit=1"]
+    result = invoke(write_config(folder, max_steps=2), *again)
+    assert result.exit_code == 0
+    assert [line for line in result.stdout.splitlines() if line.startswith("changed: ")] == [
+        "changed: eval_steps: 100 in the checkpoint, 1 now",
+        "changed: logging_steps: 1 in the checkpoint, 2 now",
+        "changed: run_name: 'run' in the checkpoint, 'x' now",
+        "changed: save_steps: 50 in the checkpoint, 1 now",
+        "changed: save_total_limit: 5 in the checkpoint, 1 now",
+    ]
+    anew = invoke(
+        write_config(folder, max_steps=2), "learning_rate=0.1", "resume_from_checkpoint=false"
+    )
+    assert anew.exit_code == 0 and "resumed" not in anew.stdout
+
+
+def test_changed_rows_are_refused(folder):
+    run_through(folder, max_steps=2)
+    write_texts(folder / "texts.jsonl", seed=9)
+    result = invoke(write_config(folder, max_steps=2))
+    assert result.exit_code == 1
+    assert result.stderr.startswith("refused: training rows: '")
+
+
+def test_changed_frozen_weights_are_refused(folder):
+    options = settings(folder, lora=True) | {"max_steps": 2}
+    run_through(folder, **options)
+    file = folder / "model" / "model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1  # the last number's sign or exponent
+    file.write_bytes(raw)
+    result = invoke(write_config(folder, **options))
+    assert result.exit_code == 1
+    assert result.stderr.startswith("refused: frozen weights: '")
+
+
+def test_settings_that_a_checkpoint_does_not_know_had_their_default(folder):
+    """A key of a later version: its default is what the earlier version computed."""
+    run_through(folder, max_steps=2)
+    path = folder / "out" / "step_00000002"
+    saved = checkpoint.load(path)
+    known = {k: v for k, v in saved.settings.items() if k != "weight_decay"}
+    trained, optimizer = arrays(path)
+    checkpoint.save(
+        folder / "out", checkpoint.Checkpoint(2, trained, optimizer, known, saved.sources), keep=5
+    )
+    assert invoke(write_config(folder, max_steps=2)).exit_code == 0
+    result = invoke(write_config(folder, max_steps=2), "weight_decay=0.5")
+    assert result.stderr.startswith("refused: weight_decay: 0.0 in the checkpoint, 0.5 now\n")
+
+
+def test_where_a_run_stands_must_follow_from_its_settings(folder):
+    """Such as after a change of our own code: the learning rate would go on along another curve."""
+    run_through(folder, max_steps=6, save_steps=3)
+    saved = checkpoint.load(folder / "out" / "step_00000003")
+    assert saved.sources["next micro-batch"] == 3
+    assert saved.sources["next learning rate"] == pytest.approx(0.003 * (1 - 3 / 6))
+    path = newest(folder / "out")
+    sources = checkpoint.load(path).sources | {"next learning rate": 0.002}
+    trained, optimizer = arrays(path)
+    checkpoint.save(
+        folder / "out",
+        checkpoint.Checkpoint(6, trained, optimizer, saved.settings, sources),
+        keep=5,
+    )
+    result = invoke(write_config(folder, max_steps=6, save_steps=3))
+    assert result.stderr.startswith("refused: next learning rate: 0.002 in the checkpoint, ")
