@@ -65,7 +65,8 @@ def load(
 ) -> LoadedModel:
     """Reads a model directory (or a name on the Hub) and, if given, a PEFT adapter.
 
-    The weights are float32 on the CPU and bfloat16 on a card. Raises UserError naming what is
+    The weights are float32 on the CPU and bfloat16 on a card; those that are quantised in the files
+    are decoded. Raises UserError naming what is
     wrong.
     """
     where = choose_device(device)

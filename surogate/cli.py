@@ -7,6 +7,7 @@ with 2; any other exception is a bug of ours and keeps its traceback.
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import click
@@ -28,8 +29,12 @@ class _Command(click.Command):
 
 def _with_config(command: Callable[..., None]) -> Callable[..., None]:
     """The argument and options of every verb that reads a configuration."""
+    return click.argument("config", type=click.Path())(_overrides(command))
+
+
+def _overrides(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that win over a configuration file."""
     decorations = (
-        click.argument("config", type=click.Path()),
         click.option(
             "--set",
             "overrides",
@@ -79,6 +84,23 @@ def tokenize(config: str, overrides: tuple[str, ...], recipe: str | None) -> Non
 
 @main.command(cls=_Command)
 @_with_config
+@click.option("--rows", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--html", metavar="FILE", type=click.Path(), help="Write a page instead.")
+def preview(
+    config: str, overrides: tuple[str, ...], recipe: str | None, rows: int, html: str | None
+) -> None:
+    """Show the first rows that training on CONFIG would read, and what is learned in them."""
+    from surogate.config import load_config
+
+    loaded = load_config(config, overrides=overrides, recipe=recipe, verb="run")
+
+    from surogate.preview import preview_command
+
+    preview_command(loaded, rows=rows, html=html)
+
+
+@main.command(cls=_Command)
+@_with_config
 def plan(config: str, overrides: tuple[str, ...], recipe: str | None) -> None:
     """Predict the memory that training on CONFIG needs."""
     from surogate.config import load_config
@@ -88,6 +110,39 @@ def plan(config: str, overrides: tuple[str, ...], recipe: str | None) -> None:
     from surogate.plan import plan_command
 
     plan_command(loaded)
+
+
+@main.command("config", cls=_Command)
+@click.argument("config", type=click.Path(), required=False)
+@_overrides
+@click.option("--explain", is_flag=True, help="Every key, not only those that are set.")
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+@click.option("--schema", is_flag=True, help="Print the JSON schema of configuration files.")
+def config_verb(
+    config: str | None,
+    overrides: tuple[str, ...],
+    recipe: str | None,
+    explain: bool,
+    as_json: bool,
+    schema: bool,
+) -> None:
+    """Check CONFIG and show what a run would use, and where each value comes from."""
+    if schema:
+        import json
+
+        from surogate.config_schema import config_schema
+
+        click.echo(json.dumps(config_schema(), indent=1))
+        return
+    if config is None:
+        raise click.UsageError("give CONFIG, or --schema")
+    from surogate.config import load_config
+
+    loaded = load_config(config, overrides=overrides, recipe=recipe, verb="run", need_data=False)
+
+    from surogate.explain import explain_command
+
+    explain_command(loaded, Path(config), everything=explain, as_json=as_json)
 
 
 @main.command(cls=_Command)
@@ -126,11 +181,74 @@ def generate(model: str, prompt: str | None, **options: Any) -> None:
 
 
 @main.command(cls=_Command)
+@click.argument("directory", metavar="DIR", type=click.Path())
+def verify(directory: str) -> None:
+    """Check every byte of the checkpoints and results in DIR."""
+    from surogate.verify import verify_command
+
+    verify_command(directory)
+
+
+@main.command(cls=_Command)
+@click.argument("adapter", metavar="ADAPTER_OR_RUN", type=click.Path())
+@click.option("--output", metavar="DIR", type=click.Path(), required=True, help="Where to write.")
+@click.option("--base", metavar="MODEL", help="The model, if not the one that the adapter names.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where the weights of a QLoRA run are decoded.",
+)
+def merge(adapter: str, output: str, base: str | None, device: str) -> None:
+    """Write the model that an adapter and its base make."""
+    from surogate.merge import merge_command
+
+    merge_command(adapter, output, base, device)
+
+
+@main.command(cls=_Command)
+@click.argument("run", metavar="RUN", type=click.Path())
+@click.option("--output", metavar="DIR", type=click.Path(), help="Where to write; by default RUN.")
+@click.option(
+    "--verify/--no-verify",
+    default=True,
+    show_default=True,
+    help="Load the result again and compare its logits.",
+)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="If not the run's.")
+def export(run: str, output: str | None, verify: bool, device: str | None) -> None:
+    """Write the result of RUN, the output_dir of a run, as its newest checkpoint has it."""
+    from surogate.train import export_run
+
+    export_run(run, output=output, verify=verify, device=device)
+
+
+@main.command(cls=_Command)
 def info() -> None:
     """Show the devices, libraries and versions that a run would use."""
     from surogate.info import info_command
 
     info_command()
+
+
+@main.command(cls=_Command)
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def doctor(as_json: bool) -> None:
+    """Try out everything that training needs here; exit status 1 when something is wrong."""
+    from surogate.doctor import doctor_command
+
+    sys.exit(doctor_command(as_json=as_json))
+
+
+@main.command(cls=_Command)
+@click.argument("folder", metavar="DIR", type=click.Path())
+@click.option("--port", type=click.IntRange(0, 65535), default=8420, show_default=True)
+def watch(folder: str, port: int) -> None:
+    """Show the runs below DIR on a local page, as they go on."""
+    from surogate.watch import watch_command
+
+    watch_command(folder, port)
 
 
 @click.command(cls=_Command, context_settings={"help_option_names": ["-h", "--help"]})

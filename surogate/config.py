@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
+from surogate.config_notes import Note, notes_on, without_effect
 from surogate.errors import UserError
 from surogate.schema import (
     Reading,
@@ -54,7 +55,6 @@ __all__ = [
 ]
 
 Verb = Literal["sft", "pt", "run"]
-Note = tuple[str, Any, str]
 ROPE_KINDS = ("linear", "dynamic", "yarn")
 
 
@@ -84,11 +84,12 @@ def load_config(
         origins |= dict.fromkeys(_dotted({name: plain(value)}), origin)
     reading = Reading(str(path), origins)
     values, notes = _settings(table, reading)
-    values.setdefault("run_name", path.stem)
+    if "run_name" not in values:
+        values["run_name"], reading.origins["run_name"] = path.stem, "the file's name"
     _choose_lora(values, reading, verb)
     _check_together(values, reading, need_data=need_data)
     config = Config(**values, origins=reading.origins, notes=())
-    return msgspec.structs.replace(config, notes=(*notes, *_without_effect(config)))
+    return msgspec.structs.replace(config, notes=(*notes, *without_effect(config)))
 
 
 def _settings(table: Mapping[str, Any], reading: Reading) -> tuple[dict[str, Any], list[Note]]:
@@ -114,8 +115,9 @@ def _settings(table: Mapping[str, Any], reading: Reading) -> tuple[dict[str, Any
     values["rope_scaling"] = _rope_scaling(values, reading)
     if values.get("auto_lmhead_chunks"):
         values["lmhead_chunks"] = None
-    elif values.get("auto_lmhead_chunks") is False:
-        values.setdefault("lmhead_chunks", 1)
+    elif values.get("auto_lmhead_chunks") is False and "lmhead_chunks" not in values:
+        values["lmhead_chunks"] = 1
+        reading.origins["lmhead_chunks"] = "auto_lmhead_chunks = false"
     return values, notes
 
 
@@ -248,6 +250,9 @@ def _check_together(values: Mapping[str, Any], reading: Reading, *, need_data: b
     max_len, row = values.get("max_model_len"), values.get("sequence_len", 1024)
     if max_len is not None and max_len < row:
         raise wrong(reading.place("max_model_len"), max_len, f"at least sequence_len = {row}")
+    _check_evaluation(values, reading)
+    _check_storage(values, reading)
+    _check_optimizer(values, reading)
     steps = values.get("max_steps", -1)
     tails = values.get("warmup_steps", 0) + values.get("cooldown_steps", 0)
     if 0 < steps < tails:
@@ -258,30 +263,43 @@ def _check_together(values: Mapping[str, Any], reading: Reading, *, need_data: b
         )
 
 
-def _without_effect(config: Config) -> list[Note]:
-    """Notes on keys that were set but that another key leaves without effect."""
-    no_lora = None if config.lora else "lora = false"
-    reasons = {
-        "num_epochs": config.max_steps > 0 and f"max_steps = {config.max_steps} decides",
-        "warmup_ratio": config.warmup_steps > 0 and f"warmup_steps = {config.warmup_steps} decides",
-        "wsd_decay_steps_fraction": config.lr_scheduler_type != "wsd"
-        and f"lr_scheduler_type = {config.lr_scheduler_type}",
-        "init_projections_to_zero": not config.from_scratch and "from_scratch = false",
-        "validation_split_ratio": config.validation_datasets and "validation_datasets decides",
-        "lmhead_chunks": config.auto_lmhead_chunks and "auto_lmhead_chunks = true decides",
-        "max_model_len": not isinstance(config.rope_scaling, str) and "no rope_scaling by name",
-        "master_dtype": config.lora and "with lora = true, lora_dtype decides",
-        "lora_rank": no_lora,
-        "lora_alpha": no_lora,
-        "lora_dtype": no_lora,
-        "lora_target_modules": no_lora,
-        "merge_adapter": no_lora,
-    }
-    return [
-        (name, getattr(config, name), reason)
-        for name, reason in reasons.items()
-        if reason and name in config.origins
-    ]
+def _check_storage(values: Mapping[str, Any], reading: Reading) -> None:
+    """One format of stored weights, with the recipe that multiplies them."""
+    stored = [name for name in ("qlora_fp8", "qlora_fp4", "qlora_bnb") if values.get(name)]
+    if len(stored) > 1:
+        raise UserError(f"{reading.file}: {' and '.join(stored)} exclude each other; set one")
+    recipe = values.get("recipe", "bf16")
+    if stored and values.get("lora", True) and recipe != "bf16":
+        raise UserError(
+            f"{reading.file}: {stored[0]} and recipe = {recipe} exclude each other: "
+            "stored weights are multiplied in bf16; set one of the two"
+        )
+
+
+def _check_optimizer(values: Mapping[str, Any], reading: Reading) -> None:
+    """NorMuon makes whole matrices orthogonal, which an adapter's two factors are not."""
+    if values.get("optimizer") != "normuon":
+        return
+    if values.get("lora", True):
+        allowed = "adamw or adamw_8bit with lora = true, or set lora = false"
+        raise wrong(reading.place("optimizer"), "normuon", allowed)
+    if values.get("learning_rate") == 0 and values.get("adamw_learning_rate"):
+        allowed = "null with learning_rate = 0, which the schedule scales"
+        raise wrong(reading.place("adamw_learning_rate"), values["adamw_learning_rate"], allowed)
+
+
+def _check_evaluation(values: Mapping[str, Any], reading: Reading) -> None:
+    """What reads the evaluation loss needs evaluation rows; a prompt needs text."""
+    if not all(prompt.strip() for prompt in values.get("eval_prompts", ())):
+        allowed = "a list of texts that are not empty"
+        raise wrong(reading.place("eval_prompts"), values["eval_prompts"], allowed)
+    if values.get("validation_datasets") or values.get("validation_split_ratio") != 0:
+        return
+    for name, off in (("early_stop", False), ("best_checkpoint", "none")):
+        value = values.get(name, off)
+        if value != off:
+            allowed = f"{show(off)} without evaluation rows (validation_split_ratio = 0)"
+            raise wrong(reading.place(name), value, allowed)
 
 
 def _dotted(table: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -298,9 +316,11 @@ def _dotted(table: Mapping[str, Any], prefix: str = "") -> list[str]:
     return names
 
 
-def ignored(config: Config) -> list[str]:
+def ignored(config: Config, kind: str = "") -> list[str]:
     """One line for each key that was accepted and does nothing, for the start of a run."""
-    return [f"ignored: {name} = {show(value)}: {why}" for name, value, why in config.notes]
+    return [
+        f"ignored: {name} = {show(value)}: {why}" for name, value, why in notes_on(config, kind)
+    ]
 
 
 def describe(config: Config) -> list[tuple[str, Any, str]]:

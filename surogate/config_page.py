@@ -41,6 +41,12 @@ surogate sft run.yaml --set learning_rate=1e-4 --set datasets.0.path=other.jsonl
 - An unknown key, a wrong type and a value out of bounds are errors, before anything is loaded.
 - Paths are relative to the folder that the command runs in.
 - At the start, a run names every key that has no effect, with the reason.
+
+`surogate config run.yaml` checks a file and shows what it sets; with `--explain` every value that
+a run would use and where it comes from, with `--json` for machines. Editors complete and check a
+file by the schema that `surogate config --schema > surogate.schema.json` writes, when its first
+line is `# yaml-language-server: $schema=surogate.schema.json`, or in TOML
+`#:schema ./surogate.schema.json`.
 """
 
 

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -32,6 +33,14 @@ class Device(NamedTuple):
     def fact(self) -> str:
         """What people call it, with the reason where it is not a card."""
         return f"{self.name} ({self.no_card})" if self.no_card else self.name
+
+    def used_memory(self) -> int:
+        """Bytes in use: of the card by everything on it, else by this process."""
+        if self.kind == "cuda":
+            free, total = self.library.cuda.runtime.memGetInfo()
+            return int(total - free)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
 
     def synchronize(self) -> None:
         """Waits until all work on the current stream is done."""

@@ -16,17 +16,20 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from surogate.choices import optimizer_of, options_of
+from surogate.choices import optimizer_of, options_of, precision_of
 from surogate.config import Config
 from surogate.device import COMPUTE, choose_device
 from surogate.errors import UserError
-from surogate.models.config import ModelConfig, from_hf
+from surogate.kernels.arrays import BF16
+from surogate.models.config import QUANTIZED, ModelConfig, from_hf
 from surogate.models.lora import LoraSpec
 from surogate.models.memory import Counts, Memory, memory_of, parameter_counts
 from surogate.models.registry import hf_config
 from surogate.models.stack import Recompute
 from surogate.models.walk import CARD, HOST, Walk, Work
 from surogate.optim.adamw import needs_master
+from surogate.optim.normuon import NorMuonConfig
+from surogate.optim.rule import adamw_of
 from surogate.schema import show
 from surogate.setup import lora_of, model_config_of, model_directory, reported, scaled
 
@@ -53,9 +56,11 @@ class Plan(NamedTuple):
 
 def predict(config: Config, model: ModelConfig, kind: Kind, free: int | None = None) -> Plan:
     """The plan of a run of ``config`` on a device of ``kind`` with ``free`` bytes."""
+    config = settled(config, model, kind, free)
     compute = COMPUTE[kind]
-    options, optimizer = options_of(config, kind, compute), optimizer_of(config)
-    moment = np.dtype(COMPUTE["cuda"] if optimizer.moment_dtype == "bfloat16" else np.float32)
+    options, rule = options_of(config, kind, compute), optimizer_of(config)
+    optimizer = adamw_of(rule)
+    moment = BF16 if optimizer.moment_dtype == "bfloat16" else np.dtype(optimizer.moment_dtype)
     lora: LoraSpec | None = lora_of(config)
     work = Work(
         config=model,
@@ -69,10 +74,22 @@ def predict(config: Config, model: ModelConfig, kind: Kind, free: int | None = N
         moment_dtype=moment,
         masters=needs_master(np.empty(0, compute), optimizer),
         widen=lora is not None and (kind == "cuda" if options.widen is None else options.widen),
+        recipe=precision_of(config, model),
+        normuon=isinstance(rule, NorMuonConfig),
     )
     evaluates = bool(config.validation_datasets) or config.validation_split_ratio > 0
     memory = memory_of(work, graphs=options.graphs, evaluates=evaluates)
     return Plan(kind, work, parameter_counts(model, lora), memory, free)
+
+
+def settled(config: Config, model: ModelConfig, kind: Kind, free: int | None) -> Config:
+    """The configuration with recompute = auto decided: the fastest policy that fits, or the one
+    that takes least where nobody knows what is free.
+    """
+    if config.recompute != "auto":
+        return config
+    policy = "block" if free is None else cheapest_policy(config, model, kind, free)
+    return msgspec.structs.replace(config, recompute=policy)
 
 
 def cheapest_policy(config: Config, model: ModelConfig, kind: Kind, free: int) -> Recompute:
@@ -130,7 +147,9 @@ def _changes(config: Config, plan: Plan) -> Iterator[dict[str, Any]]:
     if plan.kind == "cuda":
         yield {"gradient_dtype": "bf16"}
         yield {"lora_dtype": "bf16"} if config.lora else {"master_dtype": "bf16"}
-    if not config.lora and not config.from_scratch:
+    if not config.lora and config.optimizer == "adamw":
+        yield {"optimizer": "adamw_8bit"}
+    if not config.lora and not config.from_scratch and config.optimizer != "normuon":
         yield {"lora": True}
 
 
@@ -169,19 +188,19 @@ def find_model(config: Config) -> tuple[ModelConfig, str]:
 
 
 def _from_hub(config: Config, unknown: str) -> ModelConfig:
-    """Reads config.json of a name on the Hub, and nothing else."""
+    """Reads the configuration of a name on the Hub, and nothing else."""
     name = config.model
     if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise UserError(f"model = {name}: there is no such folder, and {unknown}")
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        path = hf_hub_download(name, "config.json")
+        directory = snapshot_download(name, allow_patterns=["config.json", QUANTIZED])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"model = {name}: no such folder, and the Hub says: {first}") from None
-    return model_config_of(config, Path(path).parent)
+    return model_config_of(config, Path(directory))
 
 
 class Place(NamedTuple):
@@ -237,6 +256,8 @@ def _say(console: Console, lines: Iterable[str]) -> None:
 def _heading(config: Config, plan: Plan, source: str, place: Place) -> list[str]:
     rows, work = config.per_device_train_batch_size, plan.work
     what = "all weights" if work.lora is None else f"LoRA rank {work.lora.rank}"
+    if work.config.quantized is not None:
+        what += f" on weights in {work.config.quantized.format}, as stored"
     return [
         f"{work.config.architecture} {config.model}",
         f"  {source}",
@@ -314,7 +335,7 @@ def verdict(config: Config, model: ModelConfig, plan: Plan) -> Iterator[str]:
     if plan.fits:
         policy = cheapest_policy(config, model, plan.kind, plan.free)
         yield f"fits: {plan.memory.total / plan.free:.0%} of what is free"
-        if POLICIES.index(policy) < POLICIES.index(config.recompute):
+        if POLICIES.index(policy) < POLICIES.index(plan.work.recompute):
             yield f"recompute = {policy} fits too, and is faster"
         return
     yield f"does not fit: {SPARE:.0%} of the free memory must be left. What takes less:"

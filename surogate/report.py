@@ -2,15 +2,18 @@
 
 Every record has `log` (its kind) and `time` (UTC). The kinds:
 
-    run      config, versions, device: one for each start or resumption
-    step     step, epoch, tokens, duration_ms, loss, norm, lr, tokens_per_second, sol
-    eval     step, epoch, tokens, loss, duration_ms
+    run      config, versions, device, total_steps: one for each start or resumption
+    step     step, epoch, tokens, duration_ms, loss, norm, lr, tokens_per_second, sol, memory
+    eval     step, epoch, tokens, loss, duration_ms, sources
+    sample   step, prompt, text
     message  step, text
+    end      step, status (done, stopped or failed), text
 
 A number that is not finite is null. Each line is flushed as it is written. A resumed run first
 drops what was recorded after the step that it resumes from, so that no step appears twice.
 """
 
+import contextlib
 import os
 import time
 from collections import deque
@@ -26,6 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from surogate.errors import UserError
+from surogate.trackers import Trackers
 
 # Steps that the speed of the console's ETA is taken over.
 _RECENT = 50
@@ -33,7 +37,8 @@ _RECENT = 50
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One update. `loss` is nats per supervised token, `norm` the gradient's before clipping,
-    `tokens` those of this update, `sol` the percentage of the speed of light, None if unknown."""
+    `tokens` those of this update, `sol` the percentage of the speed of light, None if unknown,
+    `memory` the bytes in use: of the card, or of this process on the CPU."""
 
     step: int
     epoch: float
@@ -44,16 +49,34 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     lr: float
     tokens_per_second: float
     sol: float | None = None
+    memory: int | None = None
+
+
+class SourceLoss(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of an evaluation that one source of rows has."""
+
+    tokens: int
+    loss: float
 
 
 class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One pass over the evaluation rows. `loss` is nats per supervised token."""
+    """One pass over the evaluation rows. `loss` is nats per supervised token; `sources` has that of
+    each source of rows where there are several."""
 
     step: int
     epoch: float
     tokens: int
     loss: float
     duration_ms: float
+    sources: dict[str, SourceLoss] = {}
+
+
+class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model wrote after a prompt."""
+
+    step: int
+    prompt: str
+    text: str
 
 
 class Reporter:
@@ -61,7 +84,8 @@ class Reporter:
 
     `resumed_step` is the last step that the checkpoint holds, 0 for a new run, which starts a new
     log. On a terminal there is one bar; elsewhere one line each `logging_steps` updates. The log
-    has every update. Anything that cannot be written is a UserError.
+    and the trackers have every update. A log that cannot be written is a UserError; a tracker that
+    fails is a message.
     """
 
     def __init__(
@@ -73,8 +97,10 @@ class Reporter:
         logging_steps: int = 1,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
+        trackers: Trackers | None = None,
     ) -> None:
         self.total_steps = total_steps
+        self._trackers = trackers or Trackers({})
         self._logging_steps = logging_steps
         self._step = resumed_step
         self._console = console or Console()
@@ -92,6 +118,10 @@ class Reporter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None and not self._log.closed:
+            status = "stopped" if isinstance(error, SystemExit) else "failed"
+            with contextlib.suppress(UserError):  # the error on its way says more
+                self._end(status, str(error) if isinstance(error, UserError) else repr(error))
         self.close()
 
     def start(
@@ -105,7 +135,8 @@ class Reporter:
         """Prints the facts, one a line, and records what runs where."""
         for fact in facts:
             self._print(fact)
-        self._log.write("run", {"config": config, "versions": versions, "device": device})
+        facts_of_run = {"config": config, "versions": versions, "device": device}
+        self._log.write("run", facts_of_run | {"total_steps": self.total_steps})
         if self._progress:
             self._progress.start()
 
@@ -114,6 +145,8 @@ class Reporter:
         self._step = record.step
         self._ends.append(self._clock())
         self._log.write("step", msgspec.structs.asdict(record))
+        self._trackers.scalars(record.step, step_scalars(record))
+        self._note_faults()
         numbers = step_numbers(record, self._eta(record))
         if self._progress:
             self._progress.update(self._progress.task_ids[0], completed=record.step, text=numbers)
@@ -123,31 +156,51 @@ class Reporter:
 
     def evaluation(self, record: EvalRecord) -> None:
         """Reports an evaluation."""
-        self._log.write("eval", msgspec.structs.asdict(record))
+        self._log.write("eval", msgspec.to_builtins(record))
+        self._trackers.scalars(record.step, eval_scalars(record))
         seconds = record.duration_ms / 1000
         self._print(
             f"eval {self._of_total(record.step)}  loss {record.loss:.4f}"
             f"  {record.tokens} tokens in {seconds:.1f} s"
         )
+        for name, part in record.sources.items():
+            self._print(f"     {part.loss:.4f} of {part.tokens} tokens of {name}")
+
+    def sample(self, record: SampleRecord) -> None:
+        """Reports what the model wrote after a prompt."""
+        self._log.write("sample", msgspec.structs.asdict(record))
+        self._trackers.text(record.step, f"sample/{record.prompt[:40]}", record.text)
+        self._print(f"sample {record.prompt!r}: {record.text!r}")
 
     def message(self, text: str) -> None:
         """Prints a line and records it at the current step."""
         self._print(text)
         self._log.write("message", {"step": self._step, "text": text})
 
-    def finish(self, lines: Sequence[str] = ()) -> None:
-        """Takes the bar down, reports the lines and closes the log."""
+    def finish(self, lines: Sequence[str] = (), *, status: str = "done") -> None:
+        """Takes the bar down, reports the lines, the last of them as the run's end, and closes."""
         if self._progress:
             self._progress.stop()
         for line in lines:
             self.message(line)
+        self._trackers.close()
+        self._note_faults()
+        self._end(status, lines[-1] if lines else "")
         self.close()
 
     def close(self) -> None:
-        """Takes the bar down and closes the log. A second call does nothing."""
+        """Takes the bar down and closes the log and the trackers. A second call does nothing."""
         if self._progress:
             self._progress.stop()
+        self._trackers.close()
         self._log.close()
+
+    def _end(self, status: str, text: str) -> None:
+        self._log.write("end", {"step": self._step, "status": status, "text": text})
+
+    def _note_faults(self) -> None:
+        for fault in self._trackers.new_faults():
+            self.message(fault)
 
     def _bar(self) -> Progress:
         # No refresh thread: the bar moves when a step ends.
@@ -190,6 +243,11 @@ class _Log:
             self._file: BinaryIO | None = path.open("ab" if resumed_step else "wb")
         except OSError as e:
             raise self._error(e) from None
+
+    @property
+    def closed(self) -> bool:
+        """Whether no more can be written."""
+        return self._file is None
 
     def write(self, kind: str, fields: Mapping[str, Any]) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -235,6 +293,26 @@ def _drop_after(path: Path, step: int) -> None:
     scratch = path.with_name(path.name + ".tmp")
     scratch.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in kept))
     os.replace(scratch, path)
+
+
+def step_scalars(record: StepRecord) -> dict[str, float]:
+    """The numbers of an update under the names that trackers show."""
+    found = {
+        "train/loss": record.loss,
+        "train/norm": record.norm,
+        "train/lr": record.lr,
+        "train/epoch": record.epoch,
+        "train/tokens_per_second": record.tokens_per_second,
+        "train/sol": record.sol,
+        "train/memory_gib": None if record.memory is None else record.memory / 2**30,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def eval_scalars(record: EvalRecord) -> dict[str, float]:
+    """The losses of an evaluation under the names that trackers show."""
+    found = {f"eval/loss/{name}": part.loss for name, part in record.sources.items()}
+    return {"eval/loss": record.loss} | found
 
 
 def step_numbers(record: StepRecord, eta: float) -> str:

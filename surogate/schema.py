@@ -61,7 +61,7 @@ class Reading(NamedTuple):
         part = name
         while part and part not in self.origins:
             part = part.rpartition(".")[0]
-        return Place(self.origins.get(part, self.file), name)
+        return Place(self.origins.get(part, self.file), one_line(name))
 
 
 class _Loader(yaml.SafeLoader):
@@ -77,12 +77,23 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
             name = key_node.value
         if name in found:
             raise yaml.constructor.ConstructorError(
-                None, None, f"key '{name}' is written twice", key_node.start_mark
+                None, None, f"key '{one_line(name)}' is written twice", key_node.start_mark
             )
         found[name] = loader.construct_object(value_node, deep=True)
     return found
 
 
+def _text(loader: _Loader, node: yaml.ScalarNode) -> str:
+    """A text; JSON writes a character beyond U+FFFF as two escapes, which YAML leaves apart."""
+    try:
+        return str(node.value).encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        raise yaml.constructor.ConstructorError(
+            None, None, "an escape is half a character", node.start_mark
+        ) from None
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG, _text)
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
@@ -167,6 +178,11 @@ def merge(table: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
 
     merged: dict[str, Any] = put(table, name.split("."))
     return merged
+
+
+def one_line(name: str) -> str:
+    """A name that a file gave, with escapes for what a terminal would act on."""
+    return name if name.isprintable() else repr(name)[1:-1]
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
@@ -267,7 +283,8 @@ def show(value: Any) -> str:
     elif isinstance(value, list | tuple):
         text = f"[{', '.join(show(part) for part in value)}]"
     elif isinstance(value, dict):
-        text = "{" + ", ".join(f"{name}: {show(part)}" for name, part in value.items()) + "}"
+        parts = (f"{one_line(str(name))}: {show(part)}" for name, part in value.items())
+        text = "{" + ", ".join(parts) + "}"
     else:
         text = str(value)
     return text if len(text) <= 80 else text[:77] + "..."
@@ -292,8 +309,9 @@ def _allowed(hint: Any, metas: tuple[msgspec.Meta, ...] = ()) -> str:
         names = [str(part) for part in parts]
         return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
     if origin is tuple:
-        item = "tables" if parts[0] is not str else "text"
-        return f"a list of {item}"
+        if get_origin(parts[0]) is Literal:
+            return f"a list of {', '.join(get_args(parts[0]))}"
+        return f"a list of {'text' if parts[0] is str else 'tables'}"
     if hint is int or hint is float:
         noun = "a whole number" if hint is int else "a number"
         return noun + _bounds(metas)

@@ -4,7 +4,7 @@ This is the only place where a key is declared. config.py reads files into these
 the errors, and docs/configuration.md is printed from them.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -13,6 +13,8 @@ from surogate.schema import fields_of
 
 # A size that must be at least one.
 Count = Annotated[int, Meta(ge=1)]
+Positive = Annotated[float, Meta(gt=0)]
+Tracker = Literal["tensorboard", "wandb", "aim", "surogate"]
 
 
 def key(description: str, **extra: Any) -> Meta:
@@ -27,6 +29,15 @@ class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     subset: Annotated[str | None, key("Configuration of a Hub data set")] = None
     split: Annotated[str, key("Split of the data set")] = "train"
     samples: Annotated[Count | None, key("Take at most this many rows")] = None
+    weight: Annotated[
+        Positive | None,
+        key(
+            "Share of the training tokens, relative to the other data sets; null: as many as it has"
+        ),
+    ] = None
+    malformed: Annotated[
+        Literal["stop", "skip"], key("A row that cannot be read: an error, or skipped and counted")
+    ] = "stop"
     type: Annotated[
         Literal["text", "instruction", "conversation", "auto"],
         key(
@@ -77,7 +88,7 @@ class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     message_property_mappings: Annotated[
         dict[str, str],
         key(
-            "Names in a message of role, content and tool_calls, if others",
+            "Names in a message of role, content, tool_calls, train and weight, if others",
             read_by=("conversation",),
         ),
     ] = {}
@@ -97,6 +108,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = True
     save_steps: Annotated[Count, key("Updates between checkpoints")] = 50
     save_total_limit: Annotated[Count, key("Keep this many of the newest checkpoints")] = 5
+    async_save: Annotated[
+        bool, key("Copy the state to host memory and write it while training goes on")
+    ] = True
+    verify_export: Annotated[
+        bool, key("Load the result again and compare its logits with the trained model's")
+    ] = True
+    max_skipped_steps: Annotated[
+        Count, key("Stop after this many updates in a row without a finite loss and gradient")
+    ] = 20
     eval_steps: Annotated[Count, key("Updates between evaluations")] = 100
     logging_steps: Annotated[Count, key("Updates between lines of progress")] = 1
     from_scratch: Annotated[
@@ -131,16 +151,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     per_device_train_batch_size: Annotated[Count, key("Rows in a micro-batch")] = 2
     gradient_accumulation_steps: Annotated[Count, key("Micro-batches in an update")] = 4
     optimizer: Annotated[
-        Literal["adamw"],
+        Literal["adamw", "adamw_8bit", "normuon"],
         key(
-            "Update rule",
-            refused={
-                "adamw_8bit": "8-bit moments are not there yet; use adamw",
-                "normuon": "NorMuon is not there yet; use adamw",
-            },
+            "Update rule; adamw_8bit: moments of 4096 elements or more take 8 bits each; normuon: "
+            "orthogonal updates of the layers' matrices, AdamW's of the rest (needs lora = false)"
         ),
     ] = "adamw"
     learning_rate: Annotated[float, Meta(ge=0), key("Highest learning rate")] = 2e-4
+    adamw_learning_rate: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        key(
+            "With normuon, the highest learning rate of embeddings, head, norms and biases; null: "
+            "learning_rate"
+        ),
+    ] = None
     lr_scheduler_type: Annotated[
         Literal["linear", "cosine", "constant", "wsd"], key("Shape after the warm-up")
     ] = "linear"
@@ -168,6 +192,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     adamw_epsilon: Annotated[float, Meta(gt=0), key("Added to the root of the second moment")] = (
         1e-8
     )
+    adamw_cautious_wd: Annotated[
+        bool, key("AdamW's weight decay only where the update does not grow the weight")
+    ] = False
+    normuon_momentum: Annotated[float, Meta(ge=0, lt=1), key("Decay of NorMuon's momentum")] = 0.95
+    normuon_beta2: Annotated[
+        float, Meta(ge=0, lt=1), key("Decay of the second moment that NorMuon keeps of each row")
+    ] = 0.95
+    normuon_cautious_wd: Annotated[
+        bool, key("NorMuon's weight decay only where the update does not grow the weight")
+    ] = True
     loss_scale: Annotated[
         Literal["default", "last_round", "all", "thinking_only", "final_only"],
         key("Which tokens of a conversation are trained on; default: what the assistant says"),
@@ -178,12 +212,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     use_cuda_graphs: Annotated[bool, key("Record a step once and replay it")] = True
     recompute: Annotated[
-        Literal["none", "block", "selective"],
+        Literal["auto", "none", "block", "selective"],
         key(
-            "What backward computes again to save memory; true is block, false is none",
+            "What backward computes again to save memory; true is block, false is none; auto: the"
+            " fastest that fits the free memory",
             also={True: "block", False: "none"},
         ),
-    ] = "block"
+    ] = "auto"
     lmhead_chunks: Annotated[
         Count | None, key("Pieces in which the logits are computed; null: chosen by size")
     ] = None
@@ -197,16 +232,48 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = 1
 
     recipe: Annotated[
-        Literal["bf16"],
+        Literal["bf16", "fp8_hybrid", "nvfp4"],
         key(
-            "Number formats of the matrix products",
-            also={"fp8-hybrid": "fp8_hybrid"},
-            refused={
-                "fp8_hybrid": "FP8 training is not there yet; use bf16",
-                "nvfp4": "NVFP4 training is not there yet; use bf16",
-            },
+            "Number formats of the layers' matrix products",
+            also={"fp8-hybrid": "fp8_hybrid", "fp8": "fp8_hybrid", "fp4-nvfp4": "nvfp4"},
         ),
     ] = "bf16"
+    skip_quant_first_layers: Annotated[
+        int, Meta(ge=0), key("First layers that the recipe leaves in bf16")
+    ] = 0
+    skip_quant_last_layers: Annotated[
+        int, Meta(ge=0), key("Last layers that the recipe leaves in bf16")
+    ] = 0
+    skip_quant_modules: Annotated[
+        tuple[Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], ...],
+        key("Projections of every layer that the recipe leaves in bf16"),
+    ] = ()
+    quantized_products: Annotated[
+        tuple[Literal["forward", "dgrad", "wgrad"], ...],
+        key("Which products of a layer the recipe computes; the others are bf16"),
+    ] = ("forward", "dgrad", "wgrad")
+    fp8_scaling: Annotated[
+        Literal["delayed", "tensor", "row"],
+        key("Scales of FP8: by the amax of the last steps, of the tensor, or of each row"),
+    ] = "delayed"
+    fp8_amax_history: Annotated[Count, key("Steps that delayed scaling looks back")] = 16
+    fp8_amax_algorithm: Annotated[
+        Literal["max", "most_recent"], key("What delayed scaling takes of its history")
+    ] = "max"
+    fp8_fast_sums: Annotated[
+        tuple[Literal["forward", "dgrad", "wgrad"], ...],
+        key("FP8 products whose sums tensor cores keep in fewer bits, a tenth faster"),
+    ] = ("forward", "dgrad")
+    fp8_margin: Annotated[
+        int, Meta(ge=0, le=8), key("Powers of two left free above the amax by FP8 scales")
+    ] = 0
+    fp4_four_over_six: Annotated[
+        bool, key("NVFP4 blocks of weights and activations take the better of two scales")
+    ] = True
+    fp4_hadamard: Annotated[
+        bool, key("Both operands of NVFP4 weight gradients are transformed along tokens")
+    ] = True
+    fp4_stochastic_rounding: Annotated[bool, key("Round gradients to NVFP4 at random")] = True
     gradient_dtype: Annotated[
         Literal["fp32", "bf16"] | None,
         key(
@@ -219,7 +286,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         key("Type of the weights that full training updates; null: as they are computed with"),
     ] = None
     moment_dtype: Annotated[
-        Literal["fp32", "bf16"], key("Type of AdamW's moments; bf16 is rounded at random")
+        Literal["fp32", "bf16"], key("Type of the optimizer's moments; bf16 is rounded at random")
     ] = "fp32"
 
     lora: Annotated[
@@ -235,6 +302,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     lora_target_modules: Annotated[
         tuple[str, ...], key("Projections that get an adapter, such as q_proj; all: every one")
     ] = ("all",)
+    qlora_fp8: Annotated[
+        bool, key("Store the frozen weights in FP8, in square blocks of qlora_block_size")
+    ] = False
+    qlora_fp4: Annotated[bool, key("Store the frozen weights in NVFP4, in blocks of 16")] = False
+    qlora_bnb: Annotated[bool, key("Store the frozen weights in NF4, as bitsandbytes does")] = False
+    qlora_block_size: Annotated[Literal[64, 128, 256], key("Side of an FP8 block")] = 128
+    qlora_bnb_block_size: Annotated[Literal[64, 128, 256, 512], key("Elements of an NF4 block")] = (
+        64
+    )
+    qlora_bnb_double_quant: Annotated[bool, key("Quantise the scales of NF4 blocks too")] = True
     merge_adapter: Annotated[bool, key("Add the adapters to the weights at the end")] = False
 
     datasets: Annotated[tuple[DatasetConfig, ...], key("Training rows: a list of data sets")] = ()
@@ -249,6 +326,42 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     dataloader_num_workers: Annotated[
         Count | None, key("Processes that tokenize; null: one a core, 8 at most", also={0: 1})
     ] = None
+
+    eval_prompts: Annotated[
+        tuple[str, ...],
+        key("Prompts that each evaluation continues, through the chat template if there is one"),
+    ] = ()
+    eval_max_new_tokens: Annotated[Count, key("Tokens that eval_prompts are continued by")] = 64
+    early_stop: Annotated[
+        bool, key("Stop when the evaluation loss has not fallen for early_stop_patience times")
+    ] = False
+    early_stop_patience: Annotated[
+        Count, key("Evaluations in a row without a lower loss that stop the run")
+    ] = 3
+    early_stop_threshold: Annotated[
+        float, Meta(ge=0), key("Nats by which a loss must be below the lowest to be lower")
+    ] = 0.0
+    best_checkpoint: Annotated[
+        Literal["none", "keep", "export"],
+        key("Keep the checkpoint of the lowest evaluation loss in best/; export its weights too"),
+    ] = "none"
+
+    report_to: Annotated[
+        tuple[Tracker, ...],
+        key(
+            "Trackers beside log.jsonl, which surogate stands for",
+            also={"none": ()} | {name: (name,) for name in get_args(Tracker)},
+        ),
+    ] = ()
+    wandb_project: Annotated[str, key("Project in W&B")] = "Surogate"
+    wandb_name: Annotated[str | None, key("Name in W&B; null: run_name")] = None
+    wandb_mode: Annotated[
+        Literal["online", "offline"] | None,
+        key("Send to W&B, or keep for `wandb sync`; null: as W&B itself is set up"),
+    ] = None
+    aim_experiment: Annotated[str | None, key("Experiment in Aim; null: Aim's default")] = None
+    aim_repo: Annotated[str | None, key("Folder or server of Aim; null: output_dir")] = None
+    aim_name: Annotated[str | None, key("Name in Aim; null: run_name")] = None
 
 
 class Config(Settings, frozen=True, kw_only=True):
@@ -274,11 +387,16 @@ SECTIONS = {
     "Precision": "recipe",
     "Adapters": "lora",
     "Data": "datasets",
+    "Evaluation": "eval_prompts",
+    "Reporting": "report_to",
 }
 
-# Settings that say where and how often things are written or how fast they are computed, never
-# what is computed: two runs that differ in these alone train the same weights.
+# Settings that say where and how often things are written, how fast they are computed or when to
+# stop early, never what is computed: two runs that differ in these alone take the same steps.
 BOOKKEEPING = frozenset(
     "run_name output_dir resume_from_checkpoint save_steps save_total_limit eval_steps"
-    " logging_steps log_file device use_cuda_graphs dataloader_num_workers".split()
+    " logging_steps log_file device use_cuda_graphs recompute dataloader_num_workers eval_prompts"
+    " eval_max_new_tokens early_stop early_stop_patience early_stop_threshold best_checkpoint"
+    " report_to wandb_project wandb_name wandb_mode aim_experiment aim_repo aim_name"
+    " async_save verify_export max_skipped_steps".split()
 )

@@ -1,6 +1,4 @@
-"""From a configuration to what a run works on: model files, weights, adapters, rows; and back to
-files.
-"""
+"""From a configuration to what a run works on: model files, weights, adapters, rows."""
 
 import fcntl
 import hashlib
@@ -12,23 +10,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from surogate.checkpoint import reason
+from surogate.choices import check_quantized, recipe_of
 from surogate.config import Config
 from surogate.data.dataset import load_data
 from surogate.data.packed import Packed
-from surogate.data.terminator import trained_terminator
-from surogate.data.vocabulary import load_tokenizer
+from surogate.data.sources import counted
 from surogate.device import Device
-from surogate.errors import UserError
+from surogate.errors import UserError, reason
 from surogate.kernels import tree
 from surogate.kernels.arrays import BF16, F32
-from surogate.models.config import ModelConfig, count, read_config, with_rope_scaling
-from surogate.models.hf import read_adapter, read_model, write_adapter, write_model
+from surogate.kernels.linear import RecipeWeight
+from surogate.models.config import (
+    ModelConfig,
+    count,
+    read_config,
+    unquantized,
+    with_rope_scaling,
+)
+from surogate.models.hf import read_model
 from surogate.models.init import init_model
-from surogate.models.lora import LoraSpec, init_adapter, merge_adapter
+from surogate.models.lora import LoraSpec, init_adapter
+from surogate.models.prequantized import Stack
+from surogate.models.recipe import Recipe
 from surogate.models.tree import Adapter, Model
 from surogate.models.widen import making_room
-from surogate.optim.state import named_leaves
 
 SAMPLE = 4096  # elements, about, of each array that a fingerprint reads: training changes most
 PROGRESS_SECONDS = 5.0
@@ -44,6 +49,7 @@ class Sources(NamedTuple):
     model: Model
     lora: LoraSpec | None
     adapter: Adapter | None
+    recipe: Recipe = Recipe()
 
     def facts(self) -> list[str]:
         """Lines for the start of a run."""
@@ -52,7 +58,8 @@ class Sources(NamedTuple):
         return [
             f"{self.model_config.architecture} {self.directory.name}: "
             f"{count(self.model_config):,} parameters, {trained:,} trained ({what}), "
-            f"computed in {self.model.embed.dtype}"
+            f"computed in {self.model.embed.dtype}",
+            *self.recipe.facts(),
         ]
 
     def fingerprints(self) -> dict[str, str]:
@@ -62,11 +69,16 @@ class Sources(NamedTuple):
         found = {"compute dtype": str(self.model.embed.dtype)}
         if self.adapter is not None:
             digest = hashlib.sha256()
-            for leaf in tree.leaves(self.model):
+            for leaf in map(stored, tree.leaves(self.model)):
                 rows = max(1, SAMPLE * len(leaf) // leaf.size)
                 digest.update(_host(leaf[:rows]).tobytes())
             found["frozen weights"] = digest.hexdigest()[:32]
         return found
+
+
+def stored(leaf: Any) -> Any:
+    """The array of a weight: its codes, where it has any."""
+    return leaf.stored if isinstance(leaf, RecipeWeight) else leaf
 
 
 @contextmanager
@@ -151,9 +163,12 @@ def model_config_of(config: Config, directory: Path) -> ModelConfig:
 
 
 def scaled(config: Config, found: ModelConfig) -> ModelConfig:
-    """A model's configuration with the run's rope scaling; UserError when rows are too long for
-    it.
+    """A model's configuration with the run's rope scaling, and plain weights where they are made
+    from scratch; UserError when rows are too long for it or its weights cannot be trained so.
     """
+    if config.from_scratch:
+        found = unquantized(found)
+    check_quantized(config, found)
     with reported():
         if config.rope_scaling is not None:
             found = with_rope_scaling(found, config.rope_scaling, config.max_model_len)
@@ -178,8 +193,10 @@ def load_sources(
 ) -> Sources:
     """Reads or makes the weights, on the device, and fresh adapters."""
     put, lora = putter(device), lora_of(config)
-    if lora is not None and device.kind == "cuda":
-        put = making_room(put, model_config, lora)
+    recipe = recipe_of(config, model_config, device.library)
+    if lora is not None:
+        wide = making_room(put, model_config, lora) if device.kind == "cuda" else put
+        put = recipe.frozen(put, wide, lora)
     with reported():
         if config.from_scratch:
             model = init_model(
@@ -194,12 +211,18 @@ def load_sources(
     adapter = None
     if lora is not None:
         adapter = device.put(init_adapter(model_config, lora, config.train_seed, device.compute))
-    return Sources(directory, model_config, model, lora, adapter)
+    return Sources(directory, model_config, model, lora, adapter, recipe)
 
 
 def putter(device: Device) -> Callable[[str, Any], Any]:
-    """The ``put`` of read_model and init_model: one leaf at a time to the device."""
-    return lambda path, array: device.put(array)
+    """The ``put`` of read_model and init_model: one leaf at a time to the device, and decoded there
+    where it is quantised.
+    """
+
+    def put(path: str, leaf: Any) -> Any:
+        return leaf.decoded(device.put) if isinstance(leaf, Stack) else device.put(leaf)
+
+    return put
 
 
 class Rows(NamedTuple):
@@ -232,7 +255,15 @@ def _describe(packed: Packed) -> str:
     if r.truncated:
         parts.append(f"{r.truncated:,} cut to the row's length")
     if r.unsupervised:
-        parts.append(f"{r.unsupervised:,} left out: nothing to learn in them")
+        first = f" (first {r.nothing[0]})" if r.nothing else ""
+        parts.append(f"{r.unsupervised:,} left out: nothing to learn in them{first}")
+    for name, share in zip(packed.names, r.shares, strict=True):
+        if share.skipped:
+            parts.append(f"{name}: rows skipped: {counted(share.skipped)}")
+        if share.wanted is not None:
+            parts.append(
+                f"{name}: {share.tokens / r.tokens:.1%} of the tokens, {share.wanted:.1%} wanted"
+            )
     return "; ".join(parts) + (" (kept from before)" if packed.reused else "")
 
 
@@ -258,81 +289,5 @@ class Progress:
             print(f"tokenising: {documents:,} documents, {tokens:,} tokens", flush=True)
 
 
-def export(config: Config, sources: Sources, rows: Rows, step: Any, directory: Path) -> list[str]:
-    """Writes the result of a run and reads it back. Returns lines that say what is where.
-
-    Full training gives a model directory; LoRA an adapter, or with merge_adapter a model directory
-    with the adapter beside it. A model that learned to end its answers with another token than its
-    eos tokens names that one as well.
-    """
-    model_config, lora = sources.model_config, sources.lora
-    dtype = _stored_dtype(config, sources)
-    lines = []
-    with reported(), disk(str(directory)):
-        if lora is not None:
-            target = directory / "adapter" if config.merge_adapter else directory
-            adapter = tree.map(_host, masters(step))
-            write_adapter(adapter, model_config, lora, target, _base_name(config, sources))
-            _check_equal(read_adapter(target, model_config)[0], adapter, target)
-            lines.append(f"adapter: {target}")
-            if not config.merge_adapter:
-                return lines
-            model = merge_adapter(tree.map(_host, step.model), adapter, lora, model_config)
-        else:
-            model = tree.map(_host, masters(step) if dtype == F32 else step.model)
-        source = sources.directory
-        stop = trained_terminator(load_tokenizer(source), rows.train)
-        settings: dict[str, Any] = {"source_directory": source, "stop_token": stop}
-        write_model(model, model_config, directory, dtype=dtype, **settings)
-        _check_model(model, directory, dtype)
-    return [*lines, f"model: {directory}"]
-
-
-def masters(step: Any) -> Any:
-    """The trained weights in the precision that the optimizer keeps."""
-    kept = dict(named_leaves(step.state.master))
-    found = [kept.get(name, leaf) for name, leaf in named_leaves(step.trainable)]
-    return tree.flatten(step.trainable)[1](found)
-
-
-def _check_model(model: Model, directory: Path, dtype: np.dtype) -> None:
-    """Raises UserError unless the folder reads as the model, a leaf at a time."""
-    wanted = dict(named_leaves(model))
-
-    def compare(path: str, array: Any) -> Any:
-        _check_equal(array, wanted.pop(path).astype(dtype, copy=False), directory)
-
-    read_model(directory, read_config(directory), dtype, put=compare)
-    assert not wanted, f"{directory}: lacks {', '.join(wanted)}"
-
-
-def _check_equal(got: Any, want: Any, directory: Path) -> None:
-    for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True):
-        if a.dtype != b.dtype or not np.array_equal(_bits(a), _bits(b)):
-            raise UserError(
-                f"{directory}: does not read back as it was written; is the disk sound? "
-                "the checkpoints are whole: run again to write it again"
-            )
-
-
-def _bits(x: np.ndarray) -> np.ndarray:
-    """The array as unsigned integers: NaN is equal to itself."""
-    return x.view(f"u{x.itemsize}")
-
-
-def _base_name(config: Config, sources: Sources) -> str:
-    """What an adapter says it belongs to: the model's name on the Hub, or its folder."""
-    local = Path(config.model).expanduser().is_dir()
-    return str(sources.directory.resolve()) if local else config.model
-
-
 def _host(x: Any) -> np.ndarray:
     return x if isinstance(x, np.ndarray) else x.get()
-
-
-def _stored_dtype(config: Config, sources: Sources) -> np.dtype:
-    """torch_dtype, or what the model was stored in; float32 where neither is known."""
-    wanted = (
-        config.torch_dtype if config.torch_dtype != "auto" else sources.model_config.torch_dtype
-    )
-    return DTYPES.get(wanted or "", F32)

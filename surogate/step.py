@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float32
 
 from surogate.device import Device
 from surogate.kernels import tree
@@ -19,11 +20,14 @@ from surogate.kernels.grad_norm import grad_norm, grad_table
 from surogate.kernels.widened import Refresh, plain
 from surogate.models import dense
 from surogate.models.blocks import Settings
+from surogate.models.names import hidden_matrices
+from surogate.models.recipe import Recipe
 from surogate.models.stack import Recompute
 from surogate.models.tree import Adapter, Model
 from surogate.models.widen import refresh_of, widened
-from surogate.optim.adamw import AdamWConfig, AdamWPlan, AdamWState, init
+from surogate.optim.adamw import AdamWState
 from surogate.optim.clip import limit
+from surogate.optim.rule import Rule, init, plan_of
 
 
 class StepResult(NamedTuple):
@@ -32,7 +36,7 @@ class StepResult(NamedTuple):
     nll: float  # sum over supervised tokens, nats
     count: int  # type: ignore[assignment]  # supervised tokens; tuples have a method count
     norm: float  # of the mean gradient, before clipping
-    applied: bool  # False: the gradient was not finite, nothing changed
+    applied: bool  # False: the loss or the gradient was not finite, nothing changed
 
     @property
     def loss(self) -> float:
@@ -69,38 +73,47 @@ class TrainStep:
         model: Model,
         adapter: Adapter | None,
         settings: Settings,
-        optimizer: AdamWConfig,
+        optimizer: Rule,
         options: StepOptions,
+        recipe: Recipe | None = None,
     ) -> None:
+        self.recipe = recipe or Recipe()
         self.device, self.settings, self.options = device, settings, options
         self.optimizer = optimizer
-        self._read, self._refresh = self._widened(model, adapter)
-        self.model, self.adapter = tree.map(plain, self._read), adapter
+        if adapter is None:
+            self._read, self._refresh, self.model = self.recipe.trained(model), None, model
+        else:
+            self._read, self._refresh = self._widened(model, adapter)
+            self.model = tree.map(plain, self._read)
+        self.adapter = adapter
         self.trainable: Any = model if adapter is None else adapter
-        self.state: AdamWState = init(self.trainable, optimizer)
+        matrices = hidden_matrices(settings.config) if adapter is None else None
+        self.state: AdamWState = init(self.trainable, optimizer, matrices)
         zeros = device.library.zeros
         self.grads = tree.map(lambda p: zeros(p.shape, options.gradient_dtype), self.trainable)
         frozen = tree.map(lambda _: FROZEN, model)
         self._into = (
             dense.Grads(self.grads, None) if adapter is None else dense.Grads(frozen, self.grads)
         )
-        self._plan = AdamWPlan(self.trainable, self.grads, self.state, optimizer)
+        self._plan = plan_of(self.trainable, self.grads, self.state, optimizer, matrices)
         self._norms = grad_table(tree.leaves(self.grads))
         self._longest = options.longest or options.tokens
         self._table = device.put(dense.rotary_table(settings.config, self._longest))
         self._nll, self._count = zeros((), np.float32), zeros((), np.int32)
         self._out = (zeros((), np.float32), zeros((), np.int32), zeros(3, np.float32))
         self._feed = Feed(device, options.tokens)
+        self._pending: Pending | None = None  # the last update, until it is known what it did
+        self._ready = False  # known when the first micro-batch comes, after a checkpoint was loaded
         self._micros: dict[int | None, Callable[[], Any]] = {}
         self._pool = device.library.cuda.MemoryPool() if options.graphs else None
         self._update: Callable[[], Any] = self._run_update
         if options.graphs:
             self._record()
 
-    def _widened(self, model: Model, adapter: Adapter | None) -> tuple[Model, Refresh | None]:
+    def _widened(self, model: Model, adapter: Adapter) -> tuple[Model, Refresh | None]:
         """The model that the passes read, and what brings it up to date with the adapter."""
         widen = self.device.kind == "cuda" if self.options.widen is None else self.options.widen
-        if adapter is None or not widen:
+        if not widen:
             return model, None
         config, lora = self.settings
         assert lora is not None, "an adapter has a spec"
@@ -120,6 +133,8 @@ class TrainStep:
     def micro(self, batch: Batch) -> None:
         """Adds a micro-batch's loss and gradients to the step's."""
         rows = self._whole_rows(batch)
+        if not self._ready:
+            self._calibrate(batch)
         if self.options.graphs and rows not in self._micros:
             self._record_micro(rows)
         self._feed.write(batch)
@@ -127,6 +142,18 @@ class TrainStep:
             self._micros[rows]()
         else:
             self._run_micro(rows)
+
+    def _calibrate(self, batch: Batch) -> None:
+        """Lets the recipe see a micro-batch that does not count, if it has seen none."""
+        self._ready = True
+        if self.recipe.calibrated:
+            return
+        self._feed.write(batch)
+        with self.recipe.calibrating():
+            self._run_micro(self._whole_rows(batch))
+        self.recipe.update_()
+        for buffer in (*tree.leaves(self.grads), self._nll, self._count):
+            buffer.fill(0)
 
     def _whole_rows(self, batch: Batch) -> int | None:
         """The number of documents when each fills a row: attention has faster code then."""
@@ -137,29 +164,56 @@ class TrainStep:
         """Clips, divides by the count of supervised tokens, updates, and starts the next step from
         zero.
 
-        Does not wait for the card: the result is read when ``Pending.result`` is called.
+        Waits for the update before, not for this one, whose result is read when ``Pending.result``
+        is called.
         """
+        self.settle()
         self.state = self.state._replace(step=self.state.step + 1)
         self._plan.write_scalars_(lr=lr, step=self.state.step)
         self._update()
-        return Pending(self.device, self._out)
+        self._pending = Pending(self.device, self._out)
+        return self._pending
 
-    def evaluate(self, batch: Batch) -> tuple[float, int]:
-        """Sum of the negative log-likelihood of a micro-batch, and its count of supervised
-        tokens.
+    def settle(self) -> None:
+        """Waits for the last update, and takes it out of ``state.step`` if it was not applied."""
+        if self._pending is not None and not self._pending.result().applied:
+            self.state = self.state._replace(step=self.state.step - 1)
+        self._pending = None
+
+    def logits(self, batch: Batch) -> Float32[np.ndarray, "tokens vocab"]:
+        """Logits of a host batch of any length, on the host, with the weights as they are: trained
+        ones in the compute type, frozen ones as the recipe has them.
         """
+        self.recipe.begin()
+        with self.recipe.unrecorded():
+            found = dense.logits(
+                self.model if self.adapter is None else self._read,
+                self.adapter,
+                self.device.put(batch),
+                table=self._table,
+                settings=self.settings,
+            )
+        return found if isinstance(found, np.ndarray) else found.get()
+
+    def logprobs(self, batch: Batch) -> Float32[np.ndarray, " tokens"]:
+        """The log-probability of each token's label, on the host; 0 where it has none."""
         self._feed.write(batch)
-        outputs = dense.loss_fwd(
-            self._read,
-            self.adapter,
-            self._feed.batch,
-            table=self._table,
-            settings=self.settings,
-            chunk=self.options.chunk,
-        )
-        return float(outputs.nll_sum), int(outputs.count)
+        self.recipe.begin()
+        with self.recipe.unrecorded():
+            outputs = dense.loss_fwd(
+                self._read,
+                self.adapter,
+                self._feed.batch,
+                table=self._table,
+                settings=self.settings,
+                chunk=self.options.chunk,
+            )
+        found = outputs.logprobs
+        return found if isinstance(found, np.ndarray) else found.get()
 
     def _run_micro(self, rows: int | None) -> None:
+        self.recipe.begin()
+        self.recipe.draw_()
         dense.loss_and_grads(
             self._read,
             self.adapter,
@@ -173,9 +227,11 @@ class TrainStep:
         )
 
     def _run_update(self) -> None:
-        norm = grad_norm(self._norms, self._count, max_norm=limit(self.options.max_grad_norm))
+        most = limit(self.options.max_grad_norm)
+        norm = grad_norm(self._norms, self._count, max_norm=most, loss=self._nll)
         self._plan.launch_(norm, zero_grad=True)
         self.refresh()
+        self.recipe.update_()
         for out, value in zip(self._out, (self._nll, self._count, norm), strict=True):
             out[...] = value
         self._nll.fill(0)
@@ -184,7 +240,8 @@ class TrainStep:
     def _record_micro(self, rows: int | None) -> None:
         """Records the micro-batch's half. Its trial runs see no supervised token and add zeros."""
         self._feed.write(padding(self.options.tokens, self._longest))
-        self._micros[rows] = capture(lambda: self._run_micro(rows), pool=self._pool)
+        with self.recipe.restored():
+            self._micros[rows] = capture(lambda: self._run_micro(rows), pool=self._pool)
 
     def _record(self) -> None:
         """Records the update. Its trial runs see no supervised token, so none is applied."""

@@ -17,26 +17,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
-from surogate import __version__
+from surogate import __version__, resume
 from surogate import checkpoint as checkpoints
+from surogate.card import card_of
 from surogate.choices import optimizer_of, options_of
 from surogate.config import Config, config_to_dict, ignored
-from surogate.data.loader import EvalLoader, Loader, Prefetch
+from surogate.data.loader import Loader, Prefetch
 from surogate.device import Device, choose_device
 from surogate.errors import UserError
+from surogate.evaluate import Evaluator, history, reads_history
+from surogate.export import Export
 from surogate.light import Light
 from surogate.models.blocks import Settings
+from surogate.models.config import ModelConfig
 from surogate.optim.schedule import Schedule
-from surogate.optim.state import STEP, named_leaves, state_to_named
-from surogate.report import EvalRecord, Reporter, StepRecord, read_log
-from surogate.settings import BOOKKEEPING
-from surogate.setup import Sources, claimed, export, load_rows, load_sources, locate
-from surogate.step import Pending, TrainStep
+from surogate.plan import in_words, place_of, settled
+from surogate.report import Reporter, StepRecord
+from surogate.saver import Saver
+from surogate.setup import Sources, claimed, load_rows, load_sources, locate
+from surogate.step import Pending, StepResult, TrainStep
 from surogate.stop import Stop
+from surogate.trackers import open_trackers, require_trackers
 
-UNUSABLE_LIMIT = 20  # updates in a row with a gradient that is not finite
+BEST = "best"  # folder of the checkpoint of the lowest evaluation loss
+ROWS_NAMED = 8  # of a step that was left out
 
 
 def train(config: Config) -> None:
@@ -49,6 +56,23 @@ def train(config: Config) -> None:
 def tokenize(config: Config) -> None:
     """Prepares the rows of a run and prints what they hold."""
     _say(*load_rows(config, *locate(config)).facts())
+
+
+def export_run(run: str, *, output: str | None, verify: bool, device: str | None) -> None:
+    """surogate export: the result of a run as its newest checkpoint has it."""
+    saved = checkpoints.newest_whole(Path(run), say=_say)
+    if saved is None:
+        raise UserError(f"{run}: has no checkpoint; give the output_dir of a run")
+    config = msgspec.structs.replace(
+        msgspec.convert(saved.settings, Config),
+        output_dir=run,
+        device=device or saved.settings["device"],
+        resume_from_checkpoint=True,
+        verify_export=verify,
+    )
+    where = choose_device(config.device)
+    with claimed(Path(run)), stream_of(where), Stop() as stop:
+        _say(*Run(config, where, stop).export(Path(output or run)))
 
 
 class Launched(NamedTuple):
@@ -67,9 +91,11 @@ class Run:
         self.config, self.device, self.stop = config, device, stop
         self.directory = Path(config.output_dir)
         self.log = Path(config.log_file) if config.log_file else self.directory / "log.jsonl"
-        _say(f"surogate {__version__} on {device.fact()}", *ignored(config))
-        saved = self._checkpoint()
+        _say(f"surogate {__version__} on {device.fact()}", *ignored(config, device.kind))
+        require_trackers(config)
+        saved = resume.find(config, self.directory)
         directory, model_config = locate(config)
+        config = self.config = decided(config, model_config, device)
         self.rows = load_rows(config, directory, model_config)
         _say(*self.rows.facts())
         self.loader = Loader(
@@ -84,12 +110,19 @@ class Run:
         _say(*self.sources.facts())
         self.fingerprints = {"training rows": self.rows.fingerprint, **self.sources.fingerprints()}
         self.step = train_step(config, device, self.sources)
-        self.done = self.evaluated = 0
+        self.done = 0
         self.resumed = saved is not None
         if saved is not None:
             self._resume(saved)
+        past = history(self.log, self.done, needed=reads_history(config))
+        self.evaluator = Evaluator(config, self.rows.evaluation, self.sources, self.step, past)
+        self.early = self.evaluator.over()
+        self.evaluated = past[-1][0] if past else 0
         self.light = Light(device, model_config, config)
-        self.unusable = 0
+        self.unusable = self.left_out = 0  # updates: in a row at the end, in all
+        self.tainted = False  # the last update's loss or gradient was not finite
+        self.saver = Saver(device, background=config.async_save, say=_say)
+        self._looked, self._used = -math.inf, 0
 
     def go(self) -> None:
         """Trains, evaluates, saves, exports."""
@@ -99,6 +132,7 @@ class Run:
             total_steps=self.total,
             resumed_step=self.done,
             logging_steps=config.logging_steps,
+            trackers=open_trackers(config, self.directory, self.done),
         ) as reporter:
             self.reporter = reporter
             reporter.start(
@@ -107,16 +141,35 @@ class Run:
                 versions=versions(),
                 device=self.device.name,
             )
-            with self.stop.deferred():
+            with self.stop.deferred(), self.saver:
                 self._train()
+                self.saver.wait()  # here, where a second signal gives the write up
             if self.stop.asked:
                 again = "run again to go on"
-                reporter.finish([f"stopped by {self.stop.asked} after step {self.done}: {again}"])
+                text = f"stopped by {self.stop.asked} after step {self.done}: {again}"
+                reporter.finish([text], status="stopped")
                 plot(self.log, self.directory, config.run_name)
                 raise SystemExit(self.stop.status)
-            written = export(config, self.sources, self.rows, self.step, self.directory)
+            if self.early:
+                reporter.message(f"stopping early after step {self.done}: {self.early}")
+            if config.best_checkpoint == "export":
+                self._take_best()
+            written = self.export(self.directory)
             plot(self.log, self.directory, config.run_name)
-            reporter.finish([*written, f"done: {self.total} steps"])
+            reporter.finish([*written, f"done: {self.done} steps{self._left_out()}"])
+
+    def export(self, directory: Path) -> list[str]:
+        """Writes the result of the run as it stands; returns lines that say what is where."""
+        trained = self.sources.facts()[0]
+        card = card_of(
+            self.config, log=self.log, steps=self.done, trained=trained, device=self.device.name
+        )
+        return Export(self.config, self.sources, self.rows, self.step, card).write(directory)
+
+    def _left_out(self) -> str:
+        if not self.left_out:
+            return ""
+        return f", {self.left_out} of them left out: their loss or gradient could not be used"
 
     def _train(self) -> None:
         """Steps until the last or until asked to stop. A step is reported, saved, then
@@ -128,7 +181,8 @@ class Run:
         if self.done and self.done % config.eval_steps == 0:
             self._evaluate()
         with Prefetch(self.loader, self.done * config.gradient_accumulation_steps) as batches:
-            while self.done < self.total and not self.stop.asked:
+            while self.done < self.total and not self.stop.asked and not self.early:
+                self.saver.poll()
                 launched = self._launch(batches)
                 if pending is not None:
                     self._report(pending)
@@ -141,14 +195,14 @@ class Run:
                     self._report(pending)
                     pending = None
                 if due_save:
-                    self._save()
+                    self._save(self.directory, keep=config.save_total_limit)
                     saved = self.done
                 if due_evaluation:
                     self._evaluate()
         if pending is not None:
             self._report(pending)
         if saved != self.done:
-            self._save()
+            self._save(self.directory, keep=config.save_total_limit)
         if self.done == self.total:
             self._evaluate()
 
@@ -160,6 +214,7 @@ class Run:
             cells += int(batch.positions.sum(dtype=np.int64)) + len(batch.positions)
             self.step.micro(batch)
         lr = self.schedule.at(self.done + 1)
+        self.saver.before_update()
         return Launched(self.done + 1, lr, cells, self.step.update(lr))
 
     def _report(self, launched: Launched) -> None:
@@ -168,9 +223,9 @@ class Run:
         seconds, self._last = now - self._last, now
         tokens = self.step.options.tokens * self.config.gradient_accumulation_steps
         if not result.applied:
-            self._note_unusable(number, result.count)
+            self._note_unusable(number, result)
         else:
-            self.unusable = 0
+            self.unusable, self.tainted = 0, False
         self.reporter.step(
             StepRecord(
                 step=number,
@@ -182,89 +237,101 @@ class Run:
                 lr=launched.lr,
                 tokens_per_second=tokens / seconds,
                 sol=self.light.share(tokens=tokens, cells=launched.cells, seconds=seconds),
+                memory=self._used_memory(now),
             )
         )
-        if self.unusable >= UNUSABLE_LIMIT:
+        if self.unusable >= self.config.max_skipped_steps:
             raise UserError(
-                f"step {number}: {UNUSABLE_LIMIT} updates in a row could not be used; "
+                f"step {number}: {self.unusable} updates in a row could not be used; "
                 "lower learning_rate, or look at the data; earlier checkpoints are whole"
             )
 
-    def _note_unusable(self, number: int, count: int) -> None:
+    def _used_memory(self, now: float) -> int:
+        """Bytes in use, looked at once a second."""
+        if now - self._looked >= 1:
+            self._looked, self._used = now, self.device.used_memory()
+        return self._used
+
+    def _note_unusable(self, number: int, result: StepResult) -> None:
         self.unusable += 1
-        what = "no supervised token" if count == 0 else "a gradient that is not finite"
-        self.reporter.message(f"step {number}: {what}: the update was left out")
+        self.left_out += 1
+        self.tainted = result.count > 0
+        what = "no supervised token"
+        if result.count:
+            part = "gradient" if math.isfinite(result.loss) else "loss"
+            what = f"a {part} that is not finite"
+        pieces = self.config.gradient_accumulation_steps
+        first = (number - 1) * pieces
+        rows = [int(r) for i in range(first, first + pieces) for r in self.loader.rows(i)]
+        listed = ", ".join(map(str, rows[:ROWS_NAMED])) + (", ..." if rows[ROWS_NAMED:] else "")
+        self.reporter.message(
+            f"step {number}: {what}: the update was left out (packed rows {listed})"
+        )
 
     def _epoch(self, step: int) -> float:
         return step * self.config.gradient_accumulation_steps / self.loader.batches_per_epoch
 
     def _evaluate(self) -> None:
-        """Reports the loss on the evaluation rows, once a step; gives up when asked to stop."""
-        if self.rows.evaluation is None or self.evaluated == self.done:
+        """Reports the loss on the evaluation rows and the samples, once a step; gives up when asked
+        to stop.
+        """
+        if self.evaluated == self.done:
             return
-        begin, nll, count = time.perf_counter(), 0.0, 0
-        loader = EvalLoader(
-            self.rows.evaluation, rows_per_batch=self.config.per_device_train_batch_size
-        )
-        for index in range(loader.batches):
-            if self.stop.asked:
-                return
-            part, tokens = self.step.evaluate(loader.batch(index))
-            nll, count = nll + part, count + tokens
-        self.evaluated = self.done
+        number, evaluator = self.done, self.evaluator
+        record = evaluator.measure(number, self._epoch(number), lambda: self.stop.asked)
+        if record is None and self.stop.asked:
+            return
+        if record is not None:
+            if self.config.best_checkpoint != "none" and evaluator.is_best():
+                self._save(self.directory / BEST, keep=1)
+                self.saver.wait()  # before the log says that this one was the best
+            self.reporter.evaluation(record)
+        for sample in () if self.stop.asked else evaluator.samples(number):
+            self.reporter.sample(sample)
+        self.early = evaluator.over()
+        self.evaluated = number
         self._last = time.perf_counter()
-        self.reporter.evaluation(
-            EvalRecord(
-                step=self.done,
-                epoch=self._epoch(self.done),
-                tokens=count,
-                loss=nll / count if count else math.nan,
-                duration_ms=(self._last - begin) * 1e3,
-            )
-        )
 
-    def _save(self) -> None:
+    def _save(self, directory: Path, *, keep: int) -> None:
         if not self.resumed:  # a run that starts anew replaces what an earlier one left
             checkpoints.discard(self.directory)
+            checkpoints.discard(self.directory / BEST)
             self.resumed = True
-        checkpoints.save(
-            self.directory,
-            checkpoints.Checkpoint(
-                self.done,
-                dict(named_leaves(self.step.trainable)),
-                state_to_named(self.step.state),
-                _deciding(self.config),
-                self.fingerprints,
-            ),
-            keep=self.config.save_total_limit,
+        if self.tainted:
+            self.reporter.message(
+                f"step {self.done}: not saved: its loss or gradient is not finite; "
+                "the checkpoint before stays the newest"
+            )
+            return
+        sources = self.fingerprints | self._place(self.done)
+        self.saver.save(
+            directory, resume.state_of(self.step, self.done, self.config, sources), keep=keep
         )
         self._last = time.perf_counter()
 
-    def _checkpoint(self) -> checkpoints.Saved | None:
-        """The checkpoint to go on from, of the same settings; None to start anew."""
-        path = checkpoints.newest(self.directory)
-        if path is None or not self.config.resume_from_checkpoint:
-            return None
-        saved = checkpoints.load(path)
-        _refuse(saved, checkpoints.changes(saved.settings, _deciding(self.config)))
-        return saved
+    def _place(self, step: int) -> dict[str, Any]:
+        """Where a run stands after a step, which follows from the step and the settings."""
+        return {
+            "next micro-batch": step * self.config.gradient_accumulation_steps,
+            "next learning rate": self.schedule.at(min(step + 1, self.total)),
+        }
 
     def _resume(self, saved: checkpoints.Saved) -> None:
-        """Takes the weights and the optimizer's state over from a checkpoint."""
-        _refuse(saved, checkpoints.changes(saved.sources, self.fingerprints))
-        step = self.step
-        state = state_to_named(step.state)
-        for file, arrays in (
-            (checkpoints.TRAINED, dict(named_leaves(step.trainable))),
-            (checkpoints.OPTIMIZER, state),
-        ):
-            checkpoints.fill_(saved.path / file, arrays, put=self.device.put)
-        step.state = step.state._replace(step=int(state[STEP]))
-        step.refresh()
+        """Goes on from a checkpoint."""
+        now = self.fingerprints | self._place(saved.step)
+        resume.refuse(saved, checkpoints.changes(saved.sources, now))
+        resume.take_(self.step, saved)
         self.done = saved.step
-        if self.log.exists():
-            logged = [r["step"] for r in read_log(self.log) if r["log"] == "eval"]
-            self.evaluated = self.done if self.done in logged else 0
+
+    def _take_best(self) -> None:
+        """Takes the state of the lowest evaluation loss over, for the export."""
+        saved = checkpoints.newest_whole(self.directory / BEST, say=self.reporter.message)
+        if saved is None:
+            self.reporter.message("no evaluation loss was finite: the last weights are exported")
+            return
+        if saved.step != self.done:
+            resume.take_(self.step, saved)
+        self.reporter.message(f"the weights of step {saved.step}, the best, are exported")
 
     def _facts(self) -> list[str]:
         config = self.config
@@ -274,20 +341,31 @@ class Run:
             f"({self._epoch(self.total):.2f} epochs), to {self.directory}",
             self.light.fact(),
         ]
-        return [*facts, f"resumed after step {self.done}"] if self.done else facts
+        if not self.done:
+            return facts
+        place = self._place(self.done)
+        return [
+            *facts,
+            f"resumed after step {self.done}: weights, optimizer ({self.step.state.step} updates), "
+            f"epoch {self._epoch(self.done):.2f}, "
+            f"next learning rate {place['next learning rate']:.3g}",
+        ]
+
+
+def decided(config: Config, model_config: ModelConfig, device: Device) -> Config:
+    """The configuration with recompute = auto decided by the memory that is free, and said."""
+    if config.recompute != "auto":
+        return config
+    free = place_of(config).free
+    config = settled(config, model_config, device.kind, free)
+    known = "" if free is None else f", the fastest that fits {in_words(free)}"
+    _say(f"recompute = {config.recompute}{known}")
+    return config
 
 
 def _say(*lines: str) -> None:
     for line in lines:
         print(line, flush=True)
-
-
-def _refuse(saved: checkpoints.Saved, changed: list[str]) -> None:
-    if changed:
-        raise UserError(
-            f"{saved.path}: was made with other settings ({'; '.join(changed)}); use those, "
-            "another output_dir, or resume_from_checkpoint = false to start anew"
-        )
 
 
 def total_steps(config: Config, batches_per_epoch: int) -> int:
@@ -319,12 +397,9 @@ def train_step(config: Config, device: Device, sources: Sources) -> TrainStep:
     options = options_of(config, device.kind, device.compute)
     settings = Settings(sources.model_config, sources.lora)
     optimizer = optimizer_of(config)
-    return TrainStep(device, sources.model, sources.adapter, settings, optimizer, options)
-
-
-def _deciding(config: Config) -> dict[str, Any]:
-    """The settings that decide what is computed."""
-    return {k: v for k, v in config_to_dict(config).items() if k not in BOOKKEEPING}
+    return TrainStep(
+        device, sources.model, sources.adapter, settings, optimizer, options, sources.recipe
+    )
 
 
 def plot(log: Path, directory: Path, title: str) -> None:

@@ -25,18 +25,15 @@ def _off(reason: str) -> Refused:
     return Refused((False, None), reason)
 
 
-_NO_FP8 = Ignored("read by the fp8_hybrid recipe only")
-_NO_FP4 = Ignored("read by the nvfp4 recipe only")
-_NO_QLORA = Ignored("read with qlora_fp8, qlora_fp4 or qlora_bnb only")
-_NO_QUANT = Ignored("read by the quantised recipes only")
+_NO_FP8 = Ignored("a documented key that was never read; use fp8_amax_history and its neighbours")
+_NO_FP4 = Ignored("the card decides which library multiplies")
 _ONE_GPU = Ignored("there is nothing to exchange on one GPU")
 _NO_OFFLOAD = Ignored("read with the offload keys only")
 _NEVER_READ = Ignored("a documented key that was never read")
 _TEMPLATE = Ignored("the chat template of the model decides")
-_NO_REPORT = Ignored("read with report_to only")
 _NO_KD = Ignored("read with distillation.teacher_model only")
 _NO_DPO = Ignored("read by preference training only")
-_NO_QLORA_YET = _off("quantised base weights are not there yet; use lora = true on bf16 weights")
+_NO_EXPERTS = Ignored("read by models with experts only")
 _NO_OFFLOAD_YET = _off(
     "offloading to host memory is not there yet; use recompute = block or a smaller batch"
 )
@@ -54,11 +51,7 @@ KEYS: dict[str, Ignored | Refused] = {
     "model_type": Ignored("the model's config.json decides"),
     "use_fused_rope": Ignored("the rotary embedding has one implementation"),
     # Training
-    "normuon_momentum": Ignored("read by the normuon optimizer only"),
-    "normuon_beta2": Ignored("read by the normuon optimizer only"),
-    "normuon_cautious_wd": Ignored("read by the normuon optimizer only"),
     "auto_lr_reduction": _off("use a lower learning_rate or a longer warmup_steps"),
-    "early_stop": _off("use max_steps"),
     "epoch_adjustment": _off("use num_epochs"),
     "lmhead_drop_ignored_rows": Ignored("it saves memory and changes no result"),
     "attn_bwd_chunks": Ignored("it saves memory and changes no result"),
@@ -93,12 +86,10 @@ KEYS: dict[str, Ignored | Refused] = {
     "distributed.gpus_per_node": Refused((0, 1, None), "training uses one GPU; use 1"),
     "distributed.worker_output_dir": Ignored("read with distributed.num_nodes above 1 only"),
     # Precision
-    "fp8_amax_history": _NO_FP8,
     "fp4_backend": _NO_FP4,
-    "fp4_four_over_six": _NO_FP4,
-    "skip_quant_first_layers": _NO_QUANT,
-    "skip_quant_last_layers": _NO_QUANT,
-    "no_fp4_stochastic_rounding": _NO_FP4,
+    "no_fp4_stochastic_rounding": Ignored(
+        "a documented key that was never read; use fp4_stochastic_rounding"
+    ),
     "matmul_dtype": Ignored("the recipe decides"),
     "model_dtype": Ignored("torch_dtype decides"),
     "margin": _NO_FP8,
@@ -113,15 +104,9 @@ KEYS: dict[str, Ignored | Refused] = {
         (None,), "starting from an adapter is not there yet; use a model with it merged"
     ),
     "adapter_init_mode": Ignored("read with adapter_path only"),
-    "qlora_fp8": _NO_QLORA_YET,
-    "qlora_fp4": _NO_QLORA_YET,
-    "qlora_bnb": _NO_QLORA_YET,
-    "qlora_block_size": _NO_QLORA,
-    "qlora_bnb_block_size": _NO_QLORA,
-    "qlora_bnb_double_quant": _NO_QLORA,
-    "qlora_four_over_six": _NO_QLORA,
-    "qlora_selective_expert_dequant": _NO_QLORA_YET,
-    "qlora_offload_experts": _NO_QLORA_YET,
+    "qlora_four_over_six": _off("stored NVFP4 blocks take the amax of 6; use false"),
+    "qlora_selective_expert_dequant": _NO_EXPERTS,
+    "qlora_offload_experts": _NO_EXPERTS,
     # Mixture of experts, preference training, distillation
     "router_aux_loss_coef": Refused((None,), "mixtures of experts are not there yet; use null"),
     "router_z_loss_coef": Refused((None,), "mixtures of experts are not there yet; use null"),
@@ -159,15 +144,7 @@ KEYS: dict[str, Ignored | Refused] = {
     "norm_bbox": _NEVER_READ,
     "agent_template": _TEMPLATE,
     # Reporting
-    "report_to": Refused(
-        (None, "none", []), "trackers are not there yet; use log.jsonl in output_dir"
-    ),
-    "wandb_project": _NO_REPORT,
-    "wandb_name": _NO_REPORT,
-    "aim_experiment": _NO_REPORT,
-    "aim_repo": _NO_REPORT,
-    "aim_name": _NO_REPORT,
-    "surogate_metrics_path": _NO_REPORT,
+    "surogate_metrics_path": Ignored("log.jsonl in output_dir has the same"),
 }
 
 # Keys of one entry of datasets.

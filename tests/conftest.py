@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# pytest --hypothesis-profile thorough
+settings.register_profile("thorough", max_examples=20_000)
 
 # From a checkout, transformers would take our folder kernels/ for the package of that name.
 modules: dict[str, Any] = sys.modules

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,16 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def make_model(
-    folder: Path, *, family: str = "qwen3", stored: str = "float32", vocab: int = VOCAB
+    folder: Path,
+    *,
+    family: str = "qwen3",
+    stored: str = "float32",
+    vocab: int = VOCAB,
+    **settings: Any,
 ) -> Path:
-    """A model folder with random weights of a dtype, and its tokenizer."""
+    """A model folder with random weights of a dtype, and its tokenizer. ``settings`` go over those
+    of config.json.
+    """
     raw = {
         "architectures": [{"qwen3": "Qwen3", "llama": "Llama", "qwen2": "Qwen2"}[family]],
         "hidden_size": 32,
@@ -84,6 +92,7 @@ def make_model(
         "eos_token_id": 0,
         "torch_dtype": stored,
         **FAMILIES[family],
+        **settings,
     }
     raw["architectures"][0] += "ForCausalLM"
     config = from_hf(raw)
@@ -169,10 +178,16 @@ def train(folder: Path, **settings: Any) -> list[dict[str, Any]]:
     return read_log(Path(settings.get("output_dir", folder / "out")) / "log.jsonl")
 
 
-def start(config: Path, *overrides: str, limit: int | None = None) -> "subprocess.Popen[str]":
+def start(
+    config: Path,
+    *overrides: str,
+    limit: int | None = None,
+    before: Callable[[], None] | None = None,
+) -> "subprocess.Popen[str]":
     """Starts surogate-run as a process on one thread, with its output in pipes.
 
-    ``limit`` is the number of bytes that a file may have, as on a disk that is full.
+    ``limit`` is the number of bytes that a file may have, as on a disk that is full; ``before``
+    is called in the process first.
     """
     code = "from surogate.cli import run; run()"
     if limit is not None:
@@ -187,6 +202,7 @@ def start(config: Path, *overrides: str, limit: int | None = None) -> "subproces
         text=True,
         env=os.environ | threads | {"PYTHONPATH": path},
         cwd=config.parent,
+        preexec_fn=before,
     )
 
 

@@ -27,6 +27,8 @@ ROWS: dict[str, Any] = {"path": "rows.jsonl", "type": "conversation"}
 BASE: dict[str, Any] = {"model": "tiny", "datasets": [ROWS]}
 
 # A value other than the default for each supported key, with what must come with it.
+FP8 = {"recipe": "fp8_hybrid"}
+NORMUON = {"optimizer": "normuon", "lora": False}
 OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "run_name": ("mine", {}),
     "num_epochs": (7, {}),
@@ -35,6 +37,9 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "resume_from_checkpoint": (False, {}),
     "save_steps": (7, {}),
     "save_total_limit": (2, {}),
+    "async_save": (False, {}),
+    "verify_export": (False, {}),
+    "max_skipped_steps": (3, {}),
     "eval_steps": (9, {}),
     "logging_steps": (3, {}),
     "from_scratch": (True, {}),
@@ -50,7 +55,9 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "init_projections_to_zero": (True, {"from_scratch": True}),
     "per_device_train_batch_size": (1, {}),
     "gradient_accumulation_steps": (2, {}),
+    "optimizer": ("adamw_8bit", {}),
     "learning_rate": (1e-3, {}),
+    "adamw_learning_rate": (1e-3, NORMUON),
     "lr_scheduler_type": ("cosine", {}),
     "warmup_ratio": (0.1, {}),
     "warmup_steps": (3, {}),
@@ -62,12 +69,29 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw_beta1": (0.8, {}),
     "adamw_beta2": (0.95, {}),
     "adamw_epsilon": (1e-6, {}),
+    "adamw_cautious_wd": (True, {"weight_decay": 0.1}),
+    "normuon_momentum": (0.9, NORMUON),
+    "normuon_beta2": (0.9, NORMUON),
+    "normuon_cautious_wd": (False, NORMUON | {"weight_decay": 0.1}),
     "loss_scale": ("all", {}),
     "sample_packing": (False, {}),
     "use_cuda_graphs": (False, {}),
     "recompute": ("selective", {}),
     "lmhead_chunks": (4, {}),
     "auto_lmhead_chunks": (False, {}),
+    "recipe": ("fp8_hybrid", {}),
+    "skip_quant_first_layers": (1, FP8),
+    "skip_quant_last_layers": (1, FP8),
+    "skip_quant_modules": (["o_proj"], FP8),
+    "quantized_products": (["forward"], FP8),
+    "fp8_scaling": ("tensor", FP8),
+    "fp8_amax_history": (1, FP8),
+    "fp8_amax_algorithm": ("most_recent", FP8),
+    "fp8_fast_sums": ([], FP8),
+    "fp8_margin": (8, FP8),
+    "fp4_four_over_six": (False, {"recipe": "nvfp4"}),
+    "fp4_hadamard": (False, {"recipe": "nvfp4", "lora": False}),
+    "fp4_stochastic_rounding": (False, {"recipe": "nvfp4"}),
     "gradient_dtype": ("fp32", {}),
     "master_dtype": ("fp32", {"lora": False}),
     "moment_dtype": ("bf16", {}),
@@ -76,15 +100,34 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "lora_alpha": (8, {}),
     "lora_dtype": ("bf16", {}),
     "lora_target_modules": (["q_proj"], {}),
+    "qlora_fp8": (True, {}),
+    "qlora_fp4": (True, {}),
+    "qlora_bnb": (True, {}),
+    "qlora_block_size": (64, {"qlora_fp8": True}),
+    "qlora_bnb_block_size": (128, {"qlora_bnb": True}),
+    "qlora_bnb_double_quant": (False, {"qlora_bnb": True}),
     "merge_adapter": (True, {}),
     "datasets": ([{"path": "a.jsonl", "type": "text"}], {}),
     "validation_datasets": ([ROWS], {}),
     "validation_split_ratio": (0.2, {}),
     "dataloader_num_workers": (3, {}),
+    "eval_prompts": (["Hello"], {}),
+    "eval_max_new_tokens": (8, {"eval_prompts": ["Hello"]}),
+    "early_stop": (True, {}),
+    "early_stop_patience": (2, {"early_stop": True}),
+    "early_stop_threshold": (0.1, {"early_stop": True}),
+    "best_checkpoint": ("export", {}),
+    "report_to": (["wandb"], {}),
+    "wandb_project": ("mine", {"report_to": "wandb"}),
+    "wandb_name": ("mine", {"report_to": "wandb"}),
+    "wandb_mode": ("offline", {"report_to": "wandb"}),
+    "aim_experiment": ("mine", {"report_to": ["aim"]}),
+    "aim_repo": ("elsewhere", {"report_to": "aim"}),
+    "aim_name": ("mine", {"report_to": "aim"}),
 }
 
 # Keys that have one value in this version: setting them is allowed and says nothing new.
-ONE_VALUE = {"optimizer": "adamw", "recipe": "bf16", "gpus": 1}
+ONE_VALUE = {"gpus": 1}
 
 # Values that no run can have.
 IMPOSSIBLE = [
@@ -103,9 +146,11 @@ IMPOSSIBLE = [
     ("adamw_epsilon", 0, "a number above 0"),
     ("lr_scheduler_type", "step", "one of linear, cosine, constant, wsd"),
     ("device", "tpu", "one of auto, cpu, cuda"),
-    ("recompute", "some", "one of none, block, selective, true or false"),
-    ("recompute", 1, "one of none, block, selective, true or false"),
-    ("optimizer", "sgd", "adamw"),
+    ("recompute", "some", "one of auto, none, block, selective, true or false"),
+    ("recompute", 1, "one of auto, none, block, selective, true or false"),
+    ("optimizer", "sgd", "one of adamw, adamw_8bit, normuon"),
+    ("optimizer", "normuon", "adamw or adamw_8bit with lora = true, or set lora = false"),
+    ("normuon_momentum", 1, "a number from 0 to less than 1"),
     ("lora", "maybe", "true or false"),
     ("lora_target_modules", "q_proj", "a list of text"),
     ("run_name", 7, "text"),
@@ -115,6 +160,11 @@ IMPOSSIBLE = [
     ("rope_scaling", {"factor": 2}, "one of linear, dynamic, yarn or a table with rope_type"),
     ("max_model_len", 16, "at least sequence_len = 1024"),
     ("distributed", 3, "a table"),
+    ("report_to", "comet", "a list of tensorboard, wandb, aim, surogate"),
+    ("report_to", ["wandb", "comet"], "a list of tensorboard, wandb, aim, surogate"),
+    ("early_stop_patience", 0, "a whole number of at least 1"),
+    ("eval_prompts", ["Hello", " "], "a list of texts that are not empty"),
+    ("best_checkpoint", True, "one of none, keep, export"),
 ]
 
 
@@ -206,13 +256,13 @@ def test_errors_word_by_word(tmp_path):
     assert message(learning_rate=-1) == (
         "run.yaml: learning_rate = -1: must be a number of at least 0"
     )
-    assert message(optimizer="adamw_8bit") == (
-        "run.yaml: optimizer = 'adamw_8bit' is not available in this version: "
-        "8-bit moments are not there yet; use adamw"
+    rates = {"learning_rate": 0, "adamw_learning_rate": 0.1}
+    assert message(**NORMUON, **rates) == (
+        "run.yaml: adamw_learning_rate = 0.1: must be null with learning_rate = 0, which the "
+        "schedule scales"
     )
-    assert message(recipe="fp8-hybrid") == (
-        "run.yaml: recipe = 'fp8_hybrid' is not available in this version: "
-        "FP8 training is not there yet; use bf16"
+    assert message(recipe="fp16") == (
+        "run.yaml: recipe = 'fp16': must be one of bf16, fp8_hybrid, nvfp4"
     )
     assert message(gpus=0) == (
         "run.yaml: gpus = 0 is not available in this version: training uses one GPU; use gpus = 1"
@@ -327,6 +377,11 @@ def test_true_is_not_one(tmp_path):
         ({"lora": False, "lora_dtype": "bf16"}, "lora_dtype", "lora = false"),
         ({"lora": False, "lora_target_modules": ["x"]}, "lora_target_modules", "lora = false"),
         ({"lora": False, "merge_adapter": True}, "merge_adapter", "lora = false"),
+        ({"eval_max_new_tokens": 8}, "eval_max_new_tokens", "no eval_prompts"),
+        ({"early_stop_patience": 2}, "early_stop_patience", "early_stop = false"),
+        ({"early_stop_threshold": 0.1}, "early_stop_threshold", "early_stop = false"),
+        ({"wandb_name": "x"}, "wandb_name", "report_to does not name wandb"),
+        ({"aim_repo": "x"}, "aim_repo", "report_to does not name aim"),
         (
             {"datasets": [ROWS | {"text_field": "body"}]},
             "datasets.0.text_field",
@@ -351,6 +406,8 @@ def test_data_set_key(tmp_path, name):
     row: dict[str, Any] = {"path": "x", "type": "auto"}
     value: Any = {
         "samples": 5,
+        "weight": 2.5,
+        "malformed": "skip",
         "type": "text",
         "system_prompt_type": "fixed",
         "message_property_mappings": {"role": "from"},
@@ -410,139 +467,6 @@ def test_lora_by_verb(tmp_path):
     assert fails(tmp_path, BASE, verb="pt") == (
         "run.yaml: datasets.0.type = 'conversation': must be text for the verb pt; use the verb sft"
     )
-
-
-def test_overrides_win_and_are_typed_by_the_key(tmp_path):
-    config = load(
-        tmp_path,
-        BASE | {"learning_rate": 1e-3},
-        overrides=[
-            "learning_rate=2e-5",
-            "run_name=007",
-            "recompute=none",
-            "lora_target_modules=[q_proj, v_proj]",
-            "datasets.0.samples=5",
-            "datasets.1.path=more.jsonl",
-            "datasets.1.type=auto",
-            "save_steps=null",
-            "rope_scaling={rope_type: linear, factor: 2.0}",
-        ],
-        recipe="bf16",
-    )
-    assert config.learning_rate == 2e-5
-    assert config.run_name == "007"
-    assert config.recompute == "none"
-    assert config.lora_target_modules == ("q_proj", "v_proj")
-    assert config.datasets[0].samples == 5
-    assert config.datasets[1] == DatasetConfig(path="more.jsonl", type="auto")
-    assert config.save_steps == 50
-    assert config.rope_scaling == {"rope_type": "linear", "factor": 2.0}
-    rows = {name: (value, origin) for name, value, origin in describe(config)}
-    assert rows["learning_rate"] == (2e-5, "--set")
-    assert rows["recipe"] == ("bf16", "--recipe")
-    assert rows["datasets.0.path"] == ("rows.jsonl", str(tmp_path / "run.yaml"))
-    assert rows["datasets.0.samples"] == (5, "--set")
-    assert rows["save_steps"] == (50, "default")
-    assert type(config.run_name) is str and type(config.datasets[1].path) is str
-
-
-def test_override_of_a_whole_list(tmp_path):
-    config = load(tmp_path, BASE, overrides=["datasets=[{path: a, type: text}]"])
-    assert config.datasets == (DatasetConfig(path="a", type="text"),)
-    assert ("datasets.0.path", "a", "--set") in describe(config)
-
-
-def test_errors_of_overrides(tmp_path):
-    def message(text: str) -> str:
-        return fails(tmp_path, BASE, overrides=[text])
-
-    assert message("learning_rate") == "--set learning_rate: must be key=value"
-    assert message("=1") == "--set =1: must be key=value"
-    assert message("lora_rank=x") == (
-        "--set: lora_rank = 'x': must be a whole number of at least 1"
-    )
-    assert message("lora_rnk=4") == "unknown key 'lora_rnk' in --set: did you mean 'lora_rank'?"
-    assert message("datasets.3.path=x") == ("--set datasets.3.path: there are 1 entries before .3")
-    assert fails(tmp_path, BASE, recipe="nvfp4").startswith("--recipe: recipe = 'nvfp4' is not")
-
-
-def test_environment_variables(tmp_path, monkeypatch):
-    monkeypatch.setenv("MODELS", "/models")
-    monkeypatch.setenv("RANK", "8")
-    table = BASE | {
-        "model": "${MODELS}/tiny",
-        "lora_rank": "${RANK}",
-        "lora_target_modules": ["${RANK}"],
-    }
-    config = load(tmp_path, table)
-    assert config.model == "/models/tiny"
-    assert config.lora_rank == 8
-    assert config.lora_target_modules == ("8",)
-    assert fails(tmp_path, BASE | {"model": "${NOT_SET_HERE}"}) == (
-        "run.yaml: ${NOT_SET_HERE}: there is no environment variable NOT_SET_HERE"
-    )
-
-
-def test_toml_is_the_same(tmp_path):
-    path = tmp_path / "run.toml"
-    path.write_text(
-        'model = "tiny"\nlearning_rate = 2e-5\n[[datasets]]\npath = "rows.jsonl"\n'
-        'type = "conversation"\n[distributed]\nnum_nodes = 1\n'
-    )
-    config = load_config(path)
-    same = load(tmp_path, BASE | {"learning_rate": 2e-5})
-    assert config_to_dict(config) == config_to_dict(same)
-
-
-def test_yaml_numbers_without_a_dot(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("model: tiny\nlearning_rate: 2e-4\nadamw_epsilon: 1E-9\n")
-    config = load_config(path, need_data=False)
-    assert (config.learning_rate, config.adamw_epsilon) == (2e-4, 1e-9)
-
-
-@pytest.mark.parametrize(
-    "name,text,message",
-    [
-        ("a.ini", "", "a.ini: a configuration must be a .toml, .yaml, .yml or .json file"),
-        ("a.yaml", "", "a.yaml: must hold keys and values, got null"),
-        ("a.yaml", "- 1", "a.yaml: must hold keys and values, got [1]"),
-        (
-            "a.yaml",
-            "model: a\nmodel: b\n",
-            "a.yaml: is not YAML: key 'model' is written twice (at line 2, column 1)",
-        ),
-        (
-            "a.yaml",
-            "model: a\n\tlora: b\n",
-            "a.yaml: is not YAML: found character '\\t' that cannot start any token "
-            "(at line 2, column 1)",
-        ),
-        ("a.toml", "model = ", "a.toml: is not TOML: Invalid value (at end of document)"),
-    ],
-)
-def test_file_that_is_no_configuration(tmp_path, name, text, message):
-    path = tmp_path / name
-    path.write_text(text)
-    with pytest.raises(UserError) as error:
-        load_config(path)
-    assert str(error.value) == f"{tmp_path}/{message}"
-
-
-def test_file_that_cannot_be_read(tmp_path):
-    with pytest.raises(UserError, match="none.yaml: cannot be read: No such file or directory$"):
-        load_config(tmp_path / "none.yaml")
-    path = tmp_path / "bytes.yaml"
-    path.write_bytes(b"model: \xff\n")
-    with pytest.raises(UserError, match="bytes.yaml: is not text in UTF-8$"):
-        load_config(path)
-
-
-def test_yaml_runs_no_code(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("model: !!python/object/apply:os.getcwd []\n")
-    with pytest.raises(UserError, match="is not YAML"):
-        load_config(path)
 
 
 def test_configuration_goes_through_json(tmp_path):

@@ -1,11 +1,13 @@
 """Console lines, log.jsonl and its truncation on resumption, and the plot."""
 
+import contextlib
 import io
 import os
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 import pytest
@@ -17,10 +19,14 @@ from surogate.plot import curves, smooth, write_plot
 from surogate.report import (
     EvalRecord,
     Reporter,
+    SampleRecord,
+    SourceLoss,
     StepRecord,
     compact,
     duration,
+    eval_scalars,
     read_log,
+    step_scalars,
 )
 
 
@@ -136,7 +142,13 @@ def test_log_records(tmp_path):
     for record in records:
         assert datetime.fromisoformat(record.pop("time")).utcoffset() is not None
     assert records == [
-        {"log": "run", "config": {"model": "tiny"}, "versions": {"surogate": "1"}, "device": "cpu"},
+        {
+            "log": "run",
+            "config": {"model": "tiny"},
+            "versions": {"surogate": "1"},
+            "device": "cpu",
+            "total_steps": 2,
+        },
         {
             "log": "step",
             "step": 1,
@@ -148,6 +160,7 @@ def test_log_records(tmp_path):
             "lr": 2e-4,
             "tokens_per_second": 41234.0,
             "sol": 38.14,
+            "memory": None,
         },
         {
             "log": "eval",
@@ -156,6 +169,7 @@ def test_log_records(tmp_path):
             "tokens": 1000,
             "loss": 2.5,
             "duration_ms": 1250.0,
+            "sources": {},
         },
         {"log": "message", "step": 1, "text": "hello"},
     ]
@@ -235,6 +249,64 @@ def test_record_after_the_end_is_a_bug(tmp_path):
     reporter.close()
     with pytest.raises(ValueError, match="after the log was closed"):
         reporter.step(step(1))
+
+
+def test_sources_and_samples(tmp_path):
+    console, out = plain_console()
+    parts = {"a.jsonl": SourceLoss(tokens=600, loss=2.0), "b": SourceLoss(tokens=400, loss=3.25)}
+    with Reporter(tmp_path / "log.jsonl", total_steps=9, console=console) as reporter:
+        reporter.evaluation(msgspec.structs.replace(evaluation(3), sources=parts))
+        reporter.sample(SampleRecord(step=3, prompt="Why?", text="Because\n[b]"))
+    assert out.getvalue().splitlines() == [
+        "eval    3/9  loss 2.5000  1000 tokens in 1.2 s",
+        "     2.0000 of 600 tokens of a.jsonl",
+        "     3.2500 of 400 tokens of b",
+        "sample 'Why?': 'Because\\n[b]'",
+    ]
+    found, sample = read_log(tmp_path / "log.jsonl")
+    assert found["sources"]["b"] == {"tokens": 400, "loss": 3.25}
+    assert (sample["log"], sample["prompt"], sample["text"]) == ("sample", "Why?", "Because\n[b]")
+
+
+@pytest.mark.parametrize(
+    "error,status,text",
+    [
+        (None, "done", "written"),
+        (UserError("x: do y"), "failed", "x: do y"),
+        (MemoryError("no room"), "failed", "MemoryError('no room')"),
+        (SystemExit(143), "stopped", "SystemExit(143)"),
+    ],
+)
+def test_last_record_says_how_a_run_ended(tmp_path, error, status, text):
+    console, _ = plain_console()
+    with (
+        contextlib.suppress(UserError, MemoryError, SystemExit),
+        Reporter(tmp_path / "log.jsonl", total_steps=9, console=console) as reporter,
+    ):
+        reporter.step(step(4))
+        if error is not None:
+            raise error
+        reporter.finish(["written"])
+    last = read_log(tmp_path / "log.jsonl")[-1]
+    assert (last["log"], last["step"], last["status"], last["text"]) == ("end", 4, status, text)
+
+
+def test_names_of_numbers_for_trackers():
+    assert step_scalars(step(1, memory=2**31)) == {
+        "train/loss": 2.34561,
+        "train/norm": 0.834,
+        "train/lr": 2e-4,
+        "train/epoch": 0.5,
+        "train/tokens_per_second": 41234.0,
+        "train/sol": 38.14,
+        "train/memory_gib": 2.0,
+    }
+    assert not {"train/sol", "train/memory_gib"} & step_scalars(step(1, sol=None)).keys()
+    parts = {"a": SourceLoss(tokens=600, loss=2.0)}
+    assert eval_scalars(msgspec.structs.replace(evaluation(3), sources=parts)) == {
+        "eval/loss": 2.5,
+        "eval/loss/a": 2.0,
+    }
 
 
 def test_numbers_for_people():

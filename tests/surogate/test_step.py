@@ -177,24 +177,31 @@ def test_recomputation_changes_no_bit(folders, recompute, lora):
         assert got.tobytes() == want.tobytes(), name
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(folders):
-    """And the step after it is as if it had not been, save that it is counted."""
+@pytest.mark.parametrize("fault", ["gradient", "loss"])
+def test_an_update_that_is_not_finite_changes_nothing(folders, fault):
+    """Weights, moments and the number of updates; what comes after is as if it had not been."""
     model = loaded(folders("llama"), lora=False)
     step, clean = train_step(model), train_step(model)
-    good = batches(1)[0]
+    first, bad, last = batches(3)
+    assert run(step, [[first]]) == run(clean, [[first]])
     embed = step.model.embed.copy()
-    step.model.embed[good.tokens[3]] = np.inf
-    before = [leaf.copy() for leaf in tree.leaves(step.trainable)]
+    if fault == "gradient":
+        step.model.embed[bad.tokens[3]] = np.inf
+    before = [np.copy(leaf) for leaf in tree.leaves((step.trainable, step.state))]
     with np.errstate(all="ignore"):
-        step.micro(good)
+        step.micro(bad)
+        if fault == "loss":  # a finite gradient may come with an infinite loss
+            step._nll[...] = np.inf
         result = step.update(0.01).result()
-    assert not result.applied and not np.isfinite(result.norm)
-    for got, want in zip(tree.leaves(step.trainable), before, strict=True):
-        same_bits(got, want)
+    assert not result.applied
+    assert np.isfinite(result.norm) == (fault == "loss") and not np.isfinite(result.loss)
+    step.settle()
+    for got, want in zip(tree.leaves((step.trainable, step.state)), before, strict=True):
+        assert np.array_equal(got, want, equal_nan=True)
     step.model.embed[...] = embed
-    clean.update(0.01)  # no micro-batch: not applied either
-    (after,), (want,) = run(step, [[good]]), run(clean, [[good]])
+    (after,), (want,) = run(step, [[last]]), run(clean, [[last]])
     assert after == want
+    assert step.state.step == clean.state.step == 2
     for got, expected in zip(
         tree.leaves((step.trainable, step.state)),
         tree.leaves((clean.trainable, clean.state)),
@@ -225,9 +232,10 @@ def test_pending_keeps_its_own_numbers(folders):
 def test_evaluation_equals_the_loss_and_changes_nothing(folders):
     step = train_step(loaded(folders("qwen3"), lora=True))
     batch = batches(1)[0]
-    nll, count = step.evaluate(batch)
+    logprobs = step.logprobs(batch)
+    assert (logprobs[batch.labels == IGNORED] == 0).all()
     [result] = run(step, [[batch]])
-    assert (count, nll) == (result.count, pytest.approx(result.nll, rel=1e-6))
+    assert -logprobs.sum() == pytest.approx(result.nll, rel=1e-6)
 
 
 def test_step_holds_weights_gradients_and_two_moments_and_no_more(folders):
@@ -292,8 +300,8 @@ def test_documents_give_what_each_gives_alone(folders, monkeypatch, lengths, lon
         close(got, want, "float32", terms=TOKENS, roundings=64)
     one, each = whole.update(0.01).result(), apart.update(0.01).result()
     assert one.count == each.count and one.loss == pytest.approx(each.loss, rel=1e-6)
-    nll, count = train_step(model, longest=longest).evaluate(together)
-    assert count == one.count and nll == pytest.approx(one.nll, rel=1e-6)
+    logprobs = train_step(model, longest=longest).logprobs(together)
+    assert -logprobs.sum() == pytest.approx(one.nll, rel=1e-6)
 
 
 @pytest.mark.parametrize("tokens,longest", [(48, 48), (48, 20), (7, 1)])

@@ -413,7 +413,7 @@ def test_log_and_files_of_a_run(folder):
     assert result.exit_code == 0
     records = read_log(folder / "out" / "log.jsonl")
     assert [r["log"] for r in records] == [
-        *("run", "step", "step", "step", "eval", "message", "message")
+        *("run", "step", "step", "step", "eval", "message", "message", "message", "end")
     ]
     run = records[0]
     assert run["config"]["learning_rate"] == 0.003 and run["versions"] == versions()
@@ -426,6 +426,7 @@ def test_log_and_files_of_a_run(folder):
     assert names == {
         *(".lock", "config.json", "data", "log.jsonl", "model.safetensors", "step_00000003"),
         *("tokenizer.json", "tokenizer_config.json", "training_plot.png"),
+        *("generation_config.json", "manifest.json", "README.md"),
     }
 
 
@@ -434,13 +435,15 @@ def test_what_a_person_sees_first(folder):
     lines = result.stdout.splitlines()
     assert lines[0].startswith("surogate 0.")
     assert lines[1] == "ignored: model_type = 'x': the model's config.json decides"
+    assert lines.pop(2).startswith("recompute = none, the fastest that fits ")
     assert lines[2].startswith("train: 54 documents, 856 tokens")
     assert lines[3].startswith("eval: 6 documents")
     assert "31,968 parameters, 31,968 trained (all weights), computed in float32" in lines[4]
     assert lines[5] == f"2 steps of 2 x 1 rows of 32 tokens (0.15 epochs), to {folder / 'out'}"
     assert lines[6].startswith("speed of light: ") and lines[6].endswith("measured now")
     assert lines[7].startswith("step    1/2  loss 5.")
-    assert lines[-2:] == [f"model: {folder / 'out'}", "done: 2 steps"]
+    assert lines[-3] == f"model: {folder / 'out'}" and lines[-1] == "done: 2 steps"
+    assert lines[-2].startswith("verified: loaded again, logits over 32 tokens differ by 0 of ")
 
 
 def test_operations_of_a_step_by_hand(folder):
@@ -508,7 +511,7 @@ def test_stops_when_nothing_can_be_used(folder, monkeypatch):
     )
     records = read_log(folder / "out" / "log.jsonl")
     notes = [r["text"] for r in records if r["log"] == "message"]
-    assert notes[0] == "step 1: a gradient that is not finite: the update was left out"
+    assert notes[0].startswith("step 1: a loss that is not finite: the update was left out (")
     assert len(notes) == 20 and steps(records) == [None] * 20
 
 

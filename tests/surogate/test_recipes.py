@@ -1,0 +1,139 @@
+"""Whole runs with every recipe and every storage of the base weights, on the CPU."""
+
+import functools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.surogate.runs import invoke, prepare, steps, train, write_config
+
+FP8: dict[str, Any] = {"recipe": "fp8_hybrid"}
+RECIPES: dict[str, dict[str, Any]] = {
+    "fp8": FP8,
+    "fp8 by tensor": FP8 | {"fp8_scaling": "tensor"},
+    "fp8 by row": FP8 | {"fp8_scaling": "row"},
+    "fp8 in part": FP8
+    | {
+        "skip_quant_first_layers": 1,
+        "skip_quant_modules": ["o_proj"],
+        "quantized_products": ["forward", "dgrad"],
+        "fp8_fast_sums": [],
+        "fp8_amax_algorithm": "most_recent",
+        "fp8_margin": 1,
+    },
+}
+STORED: dict[str, dict[str, Any]] = {
+    "fp8": {"qlora_fp8": True, "qlora_block_size": 64},
+    "fp4": {"qlora_fp4": True},
+    "nf4": {"qlora_bnb": True},
+    "nf4 plain": {"qlora_bnb": True, "qlora_bnb_double_quant": False, "qlora_bnb_block_size": 128},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("recipes"))
+
+
+@functools.cache
+def plain(folder: Path, lora: bool) -> list[float]:
+    """Losses of bf16's run."""
+    name = str(folder / f"plain-{lora}")
+    return steps(train(folder, output_dir=name, lora=lora, learning_rate=0.01))
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> str:
+    return str(tmp_path / "out")
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_trains_like_bf16_but_for_rounding(folder: Path, out: str, name: str, lora: bool) -> None:
+    given = {"lora": lora, "learning_rate": 0.01}
+    want, found = (
+        plain(folder, lora),
+        steps(train(folder, output_dir=out, **given, **RECIPES[name])),
+    )
+    assert found != want
+    assert np.abs(np.subtract(found, want)).max() < 0.02 * max(want)
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize(
+    "settings", [FP8, FP8 | {"lora": True}, STORED["nf4"] | {"lora": True}], ids=str
+)
+def test_recomputation_changes_no_bit(folder: Path, out: str, settings: dict[str, Any]) -> None:
+    found = [
+        steps(train(folder, output_dir=f"{out}-{policy}", recompute=policy, **settings))
+        for policy in ("none", "selective", "block")
+    ]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_trains_on_stored_weights(folder: Path, out: str, name: str) -> None:
+    given = {"lora": True, "learning_rate": 0.01}
+    want, found = plain(folder, True), steps(train(folder, output_dir=out, **given, **STORED[name]))
+    assert found != want
+    assert np.abs(np.subtract(found, want)).max() < 0.03 * max(want)
+    assert found[-1] < found[0]
+    assert (Path(out) / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("name", ["fp8", "fp8 in part"])
+def test_goes_on_from_a_checkpoint_bit_for_bit(
+    folder: Path, out: str, name: str, lora: bool
+) -> None:
+    settings = RECIPES[name] | {"lora": lora, "save_steps": 3, "eval_steps": 2}
+    train(folder, output_dir=f"{out}-whole", **settings)
+    train(folder, output_dir=out, **settings)
+    shutil.rmtree(Path(out) / "step_00000006")
+    train(folder, output_dir=out, **settings)
+    file = "adapter_model.safetensors" if lora else "model.safetensors"
+    assert (Path(out) / file).read_bytes() == (Path(f"{out}-whole") / file).read_bytes()
+
+
+def test_an_evaluation_does_not_touch_the_scales(folder: Path, out: str) -> None:
+    often = steps(train(folder, output_dir=out, eval_steps=1, **FP8))
+    assert often == steps(train(folder, output_dir=f"{out}-rarely", eval_steps=100, **FP8))
+
+
+def test_checkpoints_hold_the_history(folder: Path, out: str) -> None:
+    train(folder, output_dir=out, fp8_amax_history=4, **FP8)
+    state = load_file(Path(out) / "step_00000006" / "optimizer.safetensors")
+    assert state["fp8.history"].shape == (4, 24)
+    used = state["fp8.history"] > 0
+    assert used[:, 0::3].all() and used[:, 2::3].all()  # inputs and gradients
+    assert not used[:, 1::3].any()  # weights are cast by their own amax
+
+
+def test_facts_say_what_is_computed_how(folder: Path, out: str) -> None:
+    result = invoke(write_config(folder, output_dir=out, max_steps=1, **FP8))
+    assert "fp8_hybrid: 8 matrices (forward, dgrad, wgrad), delayed scaling, emulated" in (
+        result.output
+    )
+    stored = {"lora": True, **STORED["nf4"]}
+    result = invoke(write_config(folder, output_dir=f"{out}-2", max_steps=1, **stored))
+    assert "base weights in nf4, blocks of 64, scales quantised too: 8 matrices" in result.output
+
+
+@pytest.mark.parametrize(
+    "settings,message",
+    [
+        ({"lora": True, "qlora_bnb": True, **FP8}, "qlora_bnb and recipe = fp8_hybrid exclude"),
+        ({"lora": True, "qlora_bnb": True, "qlora_fp8": True}, "exclude each other; set one"),
+        ({"sequence_len": 36, "per_device_train_batch_size": 1, **FP8}, "a multiple of 16 tokens"),
+        ({"qlora_block_size": 100, "qlora_fp8": True, "lora": True}, "qlora_block_size"),
+    ],
+)
+def test_refused_by_name(folder: Path, out: str, settings: dict[str, Any], message: str) -> None:
+    result = invoke(write_config(folder, output_dir=out, **settings))
+    assert result.exit_code == 1
+    assert message in result.output
+    assert result.output.count("error:") == 1
