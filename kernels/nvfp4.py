@@ -10,12 +10,13 @@ largest magnitude of the matrix, and most that of a block:
 target is what a block's largest value becomes, limit the largest scale:
 
     to nearest        6, 448       the ends of E2M1 and of E4M3
-    four over six     6, 256       (arXiv 2512.02010) of the largest value on 6, and on 4 with 1.5
-                                   times the scale, the block takes what has the smaller sum of
-                                   squared errors after all roundings; 6 if they are equal
-    stochastic        6 * 16 / 17, 448    a scale that is rounded down, by 1/17 at most, then leaves
-                                   nothing above 6 to be clipped: E[q] is unbiased. Subnormal scales
-                                   are rounded up for the same end.
+    four over six     6, 256       (arXiv 2512.02010) a block takes one of two scales: one puts its
+                                   largest value on 6, the other, of 1.5 times that, on 4. The one
+                                   with the smaller sum of squared errors after all roundings, and
+                                   the first if they are equal
+    stochastic        96/17, 448   a scale that is rounded down, by 1/17 at most, then leaves
+                                   nothing above 6 to be clipped: q is unbiased. Subnormal scales
+                                   are rounded up for the same end
 
 A scale of zero (most is below 2.2e-6 of amax) has codes of zero. Blocks are 1x16, or 16x16 for
 weights: then the cast of the transpose is the transpose of the cast, bit for bit.
@@ -74,30 +75,32 @@ TOKENS = 32  # a cast along tokens is padded with zeros to a multiple: 16 bytes 
 PANEL_ROWS, PANEL_COLUMNS, SPAN = 16, 64, 128  # as nvfp4.cu has them
 SIGNS = 0xD7E8  # of the Hadamard transform: bit i set changes the sign of token i of each 16
 ALONG_COLUMNS, ALONG_TOKENS = 3, 4  # roles of random bits, beside those of rounding.py
-_FLAGS = ("false", "true")
+_BOTH = (False, True)
+_FORMS = ((False, False), (True, False), (False, True))  # four over six, stochastic
+
+
+def _types(*flags: bool) -> tuple[str, ...]:
+    """Template arguments."""
+    return tuple("true" if flag else "false" for flag in flags)
+
 
 SOURCE = Source(
     "nvfp4",
     {
         "nvfp4_rows": [
-            (tall, four, stochastic, values)
-            for tall, four, stochastic in (
-                *(
-                    ("false", "false", "false"),
-                    ("false", "true", "false"),
-                    ("false", "false", "true"),
-                ),
-                *(("true", "false", "false"), ("true", "true", "false")),
-            )
-            for values in _FLAGS
+            _types(tall, four, stochastic, values)
+            for tall in _BOTH
+            for four, stochastic in _FORMS
+            for values in _BOTH
+            if not (tall and stochastic)
         ],
         "nvfp4_tokens": [
-            (transform, four, stochastic, values)
-            for transform in _FLAGS
-            for four, stochastic in (("false", "false"), ("true", "false"), ("false", "true"))
-            for values in _FLAGS
+            _types(transform, four, stochastic, values)
+            for transform in _BOTH
+            for four, stochastic in _FORMS
+            for values in _BOTH
         ],
-        "nvfp4_amax": [("false",), ("true",)],
+        "nvfp4_amax": [_types(transform) for transform in _BOTH],
         "nvfp4_alpha": [()],
         "nvfp4_transpose": [()],
     },
@@ -151,7 +154,7 @@ def nvfp4_amax(
     grid = min(8 * multiprocessors(), -(-panels // (THREADS // 32)))
     if grid:
         args = [most, x, np.int64(row_stride("x", x)), tokens, columns, np.uint32(signs or 0)]
-        SOURCE.launch("nvfp4_amax", (_flag(signs is not None),), grid, THREADS, args)
+        SOURCE.launch("nvfp4_amax", _types(signs is not None), grid, THREADS, args)
     return most
 
 
@@ -189,7 +192,7 @@ def nvfp4_cast(
             x.astype(F32), noise, amax, scaling, tall=tall, four_over_six=four_over_six
         )
         return _host_store(cast, q, scale)
-    types = (_flag(tall), _flag(four_over_six), _flag(draw is not None), _flag(cast.codes is None))
+    types = _types(tall, four_over_six, draw is not None, cast.codes is None)
     if x.size:
         args = [
             cast.values, cast.codes, cast.scales, x, np.int64(row_stride("x", x)), amax,
@@ -229,12 +232,7 @@ def nvfp4_cast_tokens(
         wide = wide if signs is None else rounded_to_bf16(hadamard(wide, signs))
         found = quantise(wide.T, noise, amax, scaling, tall=None, four_over_six=four_over_six)
         return _host_store(cast, *found)
-    types = (
-        _flag(signs is not None),
-        _flag(four_over_six),
-        _flag(draw is not None),
-        _flag(emulated),
-    )
+    types = _types(signs is not None, four_over_six, draw is not None, emulated)
     if padded:
         args = [
             cast.values, cast.codes, cast.scales, x, np.int64(row_stride("x", x)), amax,
@@ -320,10 +318,6 @@ def _scaling(name: str, four_over_six: bool, draw: Draw | None) -> Scaling:
     )
     require(draw is None or draw.first % BLOCK == 0, f"{name}: draw.first must be a multiple of 16")
     return STOCHASTIC if draw is not None else FOUR_OVER_SIX if four_over_six else NEAREST
-
-
-def _flag(value: bool) -> str:
-    return _FLAGS[value]
 
 
 def _draw_arguments(draw: Draw | None, role: int) -> list[object]:

@@ -107,15 +107,11 @@ def nvfp4_matmul(
 
 def nvfp4_alpha(a: Nvfp4, b: Nvfp4) -> Float32[Array, "1"]:
     """What the product of two casts without their tensor scales is multiplied by."""
-    inverses = 1.0 / a.range, 1.0 / b.range
     if not on_device(a.amax):
-        one, other = (
-            x.amax * F32.type(inverse) for x, inverse in zip((a, b), inverses, strict=True)
-        )
-        with np.errstate(invalid="ignore"):  # NaN is passed on
-            return one * other
+        with np.errstate(invalid="ignore"):  # infinity times zero: NaN is passed on
+            return (a.amax * F32.type(1 / a.range)) * (b.amax * F32.type(1 / b.range))
     alpha = empty((1,), F32, like=a.amax)
-    SOURCE.launch("nvfp4_alpha", (), 1, 32, [alpha, a.amax, b.amax, *inverses])
+    SOURCE.launch("nvfp4_alpha", (), 1, 32, [alpha, a.amax, b.amax, 1 / a.range, 1 / b.range])
     return alpha
 
 

@@ -25,15 +25,17 @@ from surogate.device import choose_device
 from surogate.kernels import tree
 from surogate.kernels.arrays import BF16
 from surogate.kernels.quantized_linear import QuantizedWeight
+from surogate.kernels.widened import plain
 from surogate.models.config import read_config
 from surogate.models.files import CheckpointError
 from surogate.models.hf import read_model
+from surogate.models.lora import LoraSpec
 from surogate.models.names import named
 from surogate.models.recipe import StoredRecipe
 from surogate.plan import predict
 from surogate.setup import load_sources
 from tests.models.quantized_files import KINDS, fine_grained, quantise
-from tests.oracle import same_bits
+from tests.oracle import same_bits, to_device
 from tests.surogate.runs import (
     invoke,
     make_model,
@@ -117,6 +119,24 @@ def test_stays_in_codes_and_the_plan_knows_its_size(made, kind):
         codes = {"compressed": "weight_packed"}.get(kind, "weight")
         want = files[f"{ATTENTION}.q_proj.{codes}"].view(torch.uint8).numpy()
         same_bits(sources.model.layers[0].w_qkv.stored.reshape(-1), want.reshape(-1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_device_decodes_them_one_at_a_time(made, kind, device):
+    """In memory that the layers share, and with room for the adapter on a card."""
+    config, lora = read_config(made(kind) / "model"), LoraSpec.of(4, 8, ("all",))
+
+    def there(path: str, leaf: Any) -> Any:
+        return to_device(leaf, device)
+
+    put = StoredRecipe(config).frozen(there, there, lora)
+    first, second = read_model(made(kind) / "model", config, BF16, put=put).layers
+    twin = read_model(made(kind) / "plain", config, BF16)
+    assert first.w_qkv.extra == (0 if device == "host" else 12)
+    for layer, plain_layer in ((first, twin.layers[0]), (second, twin.layers[1])):
+        for field in ("w_qkv", "w_o", "w_gate_up", "w_down"):
+            assert getattr(first, field).shared is getattr(second, field).shared
+            same_bits(plain(getattr(layer, field).decoded()), getattr(plain_layer, field))
 
 
 def merged(folder: Path, adapter: Path, base: Path, to: Path) -> None:
@@ -215,7 +235,9 @@ def test_scales_may_lie_in_another_file(made, tmp_path):
     config = read_config(folder)
     got = read_model(folder, config, BF16).layers[1].w_o
     want = load_file(made("fp8") / "plain/model.safetensors")
-    same_bits(got.view("u2"), want["model.layers.1.self_attn.o_proj.weight"].view(torch.uint16).numpy())
+    same_bits(
+        got.view("u2"), want["model.layers.1.self_attn.o_proj.weight"].view(torch.uint16).numpy()
+    )
 
 
 def drop(name: str) -> Callable[[dict[str, torch.Tensor]], object]:
