@@ -111,7 +111,7 @@ def ops_table(results: Iterable[Result]) -> Table:
                 microseconds(result["stats.median"]),
                 f"{rate:.2f} {unit}" if moved else f"{rate:.0f} {unit}",
                 percent(result.info("share")),
-                percent(result.info("equal_copy")) if moved else "",
+                percent(result.info("equal_copy")) if moved and result.info("equal_copy") else "",
             )
         )
     return Table("Ops", ("op", "time", "rate", "of the ceiling", "of an equal copy"), rows)
