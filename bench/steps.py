@@ -27,15 +27,9 @@ from surogate.models.config import ModelConfig
 from surogate.models.flops import training_flops
 from surogate.models.lora import LoraSpec, init_adapter
 from surogate.models.names import build
-from surogate.models.recipe import (
-    Fp8Options,
-    Fp8Recipe,
-    QuantizedRecipe,
-    Recipe,
-    Scope,
-    Storage,
-)
+from surogate.models.recipe import Fp8Options, Fp8Recipe, Recipe, Scope, Storage
 from surogate.models.registry import lookup
+from surogate.models.stored_recipe import QuantizedRecipe
 from surogate.models.tree import Model
 from surogate.models.widen import Put, making_room
 from surogate.optim.adamw import AdamWConfig

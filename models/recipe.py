@@ -23,12 +23,9 @@ from surogate.kernels.linear import Products
 from surogate.kernels.nvfp4_linear import Nvfp4Options, Nvfp4Weight
 from surogate.kernels.nvfp4_matmul import emulated as nvfp4_emulated
 from surogate.kernels.quant.checkpoints import Scheme
-from surogate.kernels.quant.quantized import Quantized, quantize
-from surogate.kernels.quantized_linear import QuantizedWeight, Shared
 from surogate.models.config import ModelConfig
 from surogate.models.lora import MATRICES, LoraSpec
 from surogate.models.names import Field, layer_fields, layout
-from surogate.models.prequantized import Stack
 from surogate.models.tree import Model
 from surogate.models.widen import Put
 
@@ -62,9 +59,6 @@ class Scope(NamedTuple):
         """Paths of all those matrices, in the order of the tree."""
         found = [field.path for field in tree.leaves(layout(config))]
         return [path for path in found if self.covers(config, path)]
-
-
-_EVERYWHERE = Scope()
 
 
 class Recipe:
@@ -327,92 +321,6 @@ def stored_as(precision: Precision | None, field: Field) -> Storage | Scheme | N
         modules = (piece.name.removesuffix(".weight") for piece in field.pieces)
         return None if any(map(precision.leaves, modules)) else precision
     return precision if isinstance(precision, Storage) else None
-
-
-class StoredRecipe(Recipe):
-    """bf16 products of frozen weights that stay in codes, as their checkpoint has them.
-
-    Matrices that it has no codes for are plain ones. A stacked matrix (q, k, v; gate, up) of which
-    some tensors are quantised and others are not is one of those: it was decoded.
-    """
-
-    def __init__(self, config: ModelConfig, scope: Scope = _EVERYWHERE) -> None:
-        self._config = config
-        self._paths = {path: field_at(config, path) for path in scope.paths(config)}
-        self._shared: dict[str, Shared] = {}
-        self._kinds: dict[str, int] = {}  # in words -> matrices that were put
-
-    def facts(self) -> list[str]:
-        def number(count: int) -> str:
-            total = len(self._paths)
-            return f"{count}" if count == total else f"{count} of {total}"
-
-        return [
-            f"base weights in {kind}, as stored: {number(count)} matrices"
-            for kind, count in self._kinds.items()
-        ]
-
-    def begin(self) -> None:
-        for shared in self._shared.values():
-            shared.forget()
-
-    def frozen(self, put: Put, wide: Put, lora: LoraSpec) -> Put:
-        def put_stored(path: str, leaf: Any) -> Any:
-            if path not in self._paths or not isinstance(leaf, Stack):
-                return wide(path, leaf)
-            pieces = tuple(piece.map(lambda array: put(path, array)) for piece in leaf.pieces)
-            kind = in_words(pieces[0])
-            self._kinds[kind] = self._kinds.get(kind, 0) + 1
-            return self.stacked(path, pieces, lora, like=put(path, np.empty(0, leaf.dtype)))
-
-        return put_stored
-
-    def stacked(
-        self, path: str, pieces: tuple[Quantized, ...], lora: LoraSpec, *, like: Array
-    ) -> QuantizedWeight:
-        """The leaf of a matrix; ``like`` is of the compute type, on the device."""
-        field = path.rsplit(".", 1)[-1]
-        if field not in self._shared:
-            ranks, shape = ranks_of(lora, self._config, path, like), self._paths[path].shape
-            self._shared[field] = Shared((shape[0], shape[1]), ranks, like.dtype, like=like)
-        return QuantizedWeight.of(pieces, self._shared[field])
-
-
-class QuantizedRecipe(StoredRecipe):
-    """bf16 products of frozen weights that are quantised as they are read (QLoRA)."""
-
-    def __init__(self, config: ModelConfig, scope: Scope, storage: Storage) -> None:
-        super().__init__(config, scope)
-        self._storage = storage
-
-    def facts(self) -> list[str]:
-        form, block, double = self._storage
-        blocks = f", blocks of {block}" if block else ""
-        twice = ", scales quantised too" if double else ""
-        return [f"base weights in {form}{blocks}{twice}: {len(self._paths)} matrices"]
-
-    def frozen(self, put: Put, wide: Put, lora: LoraSpec) -> Put:
-        def put_quantized(path: str, array: Array) -> Any:
-            field = self._paths.get(path)
-            if field is None:
-                return wide(path, array)
-            leaf = put(path, array)
-            pieces = (field.view(leaf, piece) for piece in field.pieces)
-            return self.stacked(path, tuple(map(self._quantize, pieces)), lora, like=leaf)
-
-        return put_quantized
-
-    def _quantize(self, piece: Array) -> Quantized:
-        form, block, double = self._storage
-        return quantize(piece, form, block=block, double_quant=double)
-
-
-def in_words(q: Quantized) -> str:
-    """fp8, blocks of 128 and the like."""
-    rows, columns = q.block
-    side = f"{rows} x {columns}" if q.format == "fp8" and rows != columns else f"{columns}"
-    twice = ", scales quantised too" if q.nested else ""
-    return f"{q.format}, blocks of {side}{twice}"
 
 
 def device_of(library: Any) -> int | None:

@@ -22,12 +22,11 @@ from surogate.models.recipe import (
     Nvfp4Recipe,
     Nvfp4Settings,
     Precision,
-    QuantizedRecipe,
     Recipe,
     Scope,
     Storage,
-    StoredRecipe,
 )
+from surogate.models.stored_recipe import QuantizedRecipe, StoredRecipe
 from surogate.optim.adamw import AdamWConfig
 from surogate.optim.normuon import NorMuonConfig
 from surogate.optim.rule import Rule
@@ -136,7 +135,7 @@ def recipe_of(config: Config, model: ModelConfig, library: Any) -> Recipe:
     if precision is None:
         return Recipe()
     if isinstance(precision, Scheme):
-        return StoredRecipe(model)
+        return StoredRecipe(model, Scope())
     if isinstance(precision, Storage):
         return QuantizedRecipe(model, Scope(), precision)
     tokens = config.per_device_train_batch_size * config.sequence_len

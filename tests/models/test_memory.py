@@ -32,12 +32,12 @@ from surogate.models.recipe import (
     Fp8Recipe,
     Nvfp4Recipe,
     Nvfp4Settings,
-    QuantizedRecipe,
     Recipe,
     Scope,
     Storage,
 )
 from surogate.models.registry import MODELS, hf_config, lookup
+from surogate.models.stored_recipe import QuantizedRecipe
 from surogate.models.walk import CARD, HOST, Walk, Work
 from surogate.models.widen import making_room
 from surogate.optim.adamw import AdamWConfig
@@ -142,6 +142,7 @@ def recipe_of(work: Work) -> Recipe:
         return QuantizedRecipe(work.config, Scope(), work.recipe)
     if isinstance(work.recipe, Nvfp4Settings):
         return Nvfp4Recipe(work.config, work.recipe)
+    assert isinstance(work.recipe, Fp8Options)
     return Fp8Recipe(work.config, work.recipe)
 
 
