@@ -8,7 +8,7 @@ CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/
 CARD := $(if $(CUDA),cuda$(if $(filter 12,$(CUDA)),12,13),)
 RUNS := runs
 
-.PHONY: quickstart test lint compile gpu bench clean
+.PHONY: quickstart test slow lint compile gpu bench clean
 
 quickstart: $(VENV)/.base
 	rm -rf $(RUNS)/shakespeare
@@ -18,7 +18,11 @@ quickstart: $(VENV)/.base
 
 # Without a card the tests share the cores, one process and one BLAS thread each.
 test: $(VENV)/.test
-	$(if $(CARD),,OPENBLAS_NUM_THREADS=1) $(BIN)/python -m pytest -q $(if $(CARD),,-n auto)
+	$(if $(CARD),,OPENBLAS_NUM_THREADS=1) $(BIN)/python -m pytest -q -m "not slow" $(if $(CARD),,-n auto)
+
+# What learns for hundreds of steps, kills runs at random moments, or runs whole benchmark suites.
+slow: $(VENV)/.test
+	$(if $(CARD),,OPENBLAS_NUM_THREADS=1) $(BIN)/python -m pytest -q -m slow $(if $(CARD),,-n auto)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -26,8 +26,9 @@ def drawn(shape, dtype="f4"):
 HOST_CUPY = SimpleNamespace(
     **{
         name: getattr(np, name)
-        for name in "arange array asarray empty int32 ndarray ones zeros".split()
+        for name in "arange array asarray empty full int32 ndarray ones searchsorted zeros".split()
     },
+    linalg=np.linalg,
     random=SimpleNamespace(standard_normal=drawn, randint=RNG.integers),
 )
 # What makes an op's cases smaller: the function that yields them and its arguments, or tables to
@@ -42,6 +43,7 @@ SMALL: dict[str, tuple[str, tuple, dict[str, Any]]] = {
     "linear": ("weight_cases", ("w", 8, 6, ((0, 4), (4, 6))), {"TOKENS": 5}),
     "lm_head": ("head_cases", ("head", 50, 8), {"TOKENS": 64}),
     "matmul": ("shape_cases", (Shape(5, 8, 6, ("w",)),), {}),
+    "normuon": ("cases", (), {"LAYER": [(8, 4)], "LARGE": (4, 8)}),
     "nvfp4": ("cast_cases", (16, 64), {}),
     "qk_norm_rope": ("pair_cases", (4, 2, 1, 8, True), {}),
     "quant": ("format_cases", ("w", 8, 64, 4.5, {"format": "nf4"}), {}),

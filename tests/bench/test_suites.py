@@ -9,6 +9,8 @@ import pytest
 
 from bench.report import generated, tables_of
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 SOME = "grad_norm or rope-rope_fwd or (Qwen3-0.6B and qkv) or (test_step and 0.6B and LoRA)"
 
@@ -54,7 +56,7 @@ def test_shares_are_of_the_ceilings_of_the_sitting(written):
     }
     norm = found["grad_norm 0.6B, bf16"]
     assert norm["share"] == pytest.approx(norm["bytes"] / 0.002 / 4e12)
-    assert norm["equal_copy"] == pytest.approx(norm["bytes"] / 0.002 / 3e12)
+    assert norm["equal_copy"] == 0  # above EQUAL
     product = found["4096 x 1024 x 4096, Qwen3-0.6B qkv y"]
     assert product["flops"] == 2 * 4096 * 1024 * 4096
     assert product["share"] == pytest.approx(product["flops"] / 0.002 / 8e14)

@@ -76,7 +76,7 @@ def test_what_stays_is_what_the_run_makes(make, monkeypatch, settings, kind):
         return options_of(*arguments)._replace(widen=kind == "cuda")
 
     monkeypatch.setattr("surogate.train.options_of", options)
-    config = make(use_cuda_graphs=False, **settings)
+    config = make(use_cuda_graphs=False, recompute="block", **settings)
     model_config, _ = find_model(config)
     plan = predict(config, model_config, kind)
     device = Device("cpu", "here", np, plan.work.layout.compute)
