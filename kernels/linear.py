@@ -20,6 +20,7 @@ room the two products are as above. dB is then one product for all parts, dy^T t
 parts' blocks are taken.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -88,7 +89,7 @@ class Products(NamedTuple):
     wgrad: bool = True
 
 
-class RecipeWeight:
+class RecipeWeight(ABC):
     """Base of weights whose products are not plain ones: ``linear`` is their linear_fwd and
     linear_bwd, ``residuals`` their linear_residuals.
     """
@@ -99,9 +100,9 @@ class RecipeWeight:
     blocks: Blocks | None  # of an adapter, kept up to date by a Refresh
 
     @property
+    @abstractmethod
     def stored(self) -> Array:
         """An array that tells this weight from another: its codes, or some of them."""
-        raise NotImplementedError
 
 
 class LinearResiduals(NamedTuple):

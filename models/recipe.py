@@ -117,6 +117,47 @@ class Recipe:
         """After ``named``'s arrays were written to."""
 
 
+class CastRecipe(Recipe):
+    """A recipe whose weights are casts, brought up to date after each update."""
+
+    def __init__(self, config: ModelConfig, scope: Scope, library: Any) -> None:
+        self._config, self._scope, self._library = config, scope, library
+        self._paths = {path: i for i, path in enumerate(scope.paths(config))}
+        self._weights: list[Any] = []  # that are trained
+
+    def _weight(self, path: str, leaf: Array, *, trained: bool, ranks: int = 0) -> Any:
+        """The cast of the matrix at a path, with room for an adapter of so many ranks."""
+        raise AssertionError("each recipe has its own")
+
+    def frozen(self, put: Put, wide: Put, lora: LoraSpec) -> Put:
+        def put_casts(path: str, array: Array) -> Any:
+            if path not in self._paths:
+                return wide(path, array)
+            leaf = put(path, array)
+            ranks = ranks_of(lora, self._config, path, leaf)
+            return self._weight(path, leaf, trained=False, ranks=ranks)
+
+        return put_casts
+
+    def trained(self, model: Model) -> Model:
+        def wrap(field: Field, leaf: Array) -> Any:
+            if field.path not in self._paths:
+                return leaf
+            weight = self._weight(field.path, leaf, trained=True)
+            self._weights.append(weight)
+            return weight
+
+        wrapped: Model = tree.map(wrap, layout(self._config), model)
+        return wrapped
+
+    def update_(self) -> None:
+        for weight in self._weights:
+            weight.recast_()
+
+    def loaded_(self) -> None:
+        self.update_()
+
+
 class Fp8Options(NamedTuple):
     """Of the fp8 recipe; see kernels/fp8.py."""
 
@@ -128,12 +169,12 @@ class Fp8Options(NamedTuple):
     fast: Products = FAST
 
 
-class Fp8Recipe(Recipe):
+class Fp8Recipe(CastRecipe):
     """Weights and activations in E4M3, gradients in E5M2 (kernels/fp8_linear.py)."""
 
     def __init__(self, config: ModelConfig, options: Fp8Options, library: Any = np) -> None:
-        self._config, self._options, self._library = config, options, library
-        self._paths = {path: i for i, path in enumerate(options.scope.paths(config))}
+        super().__init__(config, options.scope, library)
+        self._options = options
         limits = [limit_of(form, options.margin) for form in (E4M3, E4M3, E5M2)]
         self.state = Fp8State(
             np.array(limits * len(self._paths), np.float32),
@@ -142,7 +183,6 @@ class Fp8Recipe(Recipe):
             scaling=options.scaling,
             library=library,
         )
-        self._weights: list[Fp8Weight] = []
 
     def facts(self) -> list[str]:
         scope, scaling = self._options.scope, self._options.scaling
@@ -163,27 +203,6 @@ class Fp8Recipe(Recipe):
             leaf, slots, trained=trained, ranks=ranks, products=products, fast=self._options.fast
         )
 
-    def frozen(self, put: Put, wide: Put, lora: LoraSpec) -> Put:
-        def put_codes(path: str, array: Array) -> Any:
-            if path not in self._paths:
-                return wide(path, array)
-            leaf = put(path, array)
-            ranks = ranks_of(lora, self._config, path, leaf)
-            return self._weight(path, leaf, trained=False, ranks=ranks)
-
-        return put_codes
-
-    def trained(self, model: Model) -> Model:
-        def wrap(field: Field, leaf: Array) -> Any:
-            if field.path not in self._paths:
-                return leaf
-            weight = self._weight(field.path, leaf, trained=True)
-            self._weights.append(weight)
-            return weight
-
-        wrapped: Model = tree.map(wrap, layout(self._config), model)
-        return wrapped
-
     @property
     def calibrated(self) -> bool:
         return self._options.scaling != "delayed" or self.state.calibrated
@@ -198,8 +217,7 @@ class Fp8Recipe(Recipe):
         return self.state.restored()
 
     def update_(self) -> None:
-        for weight in self._weights:
-            weight.recast_()
+        super().update_()
         self.state.update_()
 
     def named(self) -> Mapping[str, Array]:
@@ -208,8 +226,7 @@ class Fp8Recipe(Recipe):
         return {"fp8.history": self.state.history, "fp8.position": self.state.position}
 
     def loaded_(self) -> None:
-        for weight in self._weights:
-            weight.recast_()
+        super().update_()
         if self._options.scaling == "delayed":
             self.state.load_(self.state.history.copy(), self.state.position.copy())
 
@@ -222,17 +239,16 @@ class Nvfp4Settings(NamedTuple):
     seed: int = 0
 
 
-class Nvfp4Recipe(Recipe):
+class Nvfp4Recipe(CastRecipe):
     """Products of 4-bit numbers in blocks of 16 (kernels/nvfp4_linear.py).
 
     ``key`` is the seed and the number of micro-batches so far, from which gradients' casts draw.
     """
 
     def __init__(self, config: ModelConfig, settings: Nvfp4Settings, library: Any = np) -> None:
-        self._config, self._settings, self._library = config, settings, library
-        self._paths = {path: i for i, path in enumerate(settings.scope.paths(config))}
+        super().__init__(config, settings.scope, library)
+        self._settings = settings
         self._key = library.asarray(np.array([settings.seed & 0xFFFFFFFF, 0], np.uint32))
-        self._weights: list[Nvfp4Weight] = []
 
     def facts(self) -> list[str]:
         scope, options, _ = self._settings
@@ -261,27 +277,6 @@ class Nvfp4Recipe(Recipe):
             products=self._settings.scope.products,
         )
 
-    def frozen(self, put: Put, wide: Put, lora: LoraSpec) -> Put:
-        def put_casts(path: str, array: Array) -> Any:
-            if path not in self._paths:
-                return wide(path, array)
-            leaf = put(path, array)
-            ranks = ranks_of(lora, self._config, path, leaf)
-            return self._weight(path, leaf, trained=False, ranks=ranks)
-
-        return put_casts
-
-    def trained(self, model: Model) -> Model:
-        def wrap(field: Field, leaf: Array) -> Any:
-            if field.path not in self._paths:
-                return leaf
-            weight = self._weight(field.path, leaf, trained=True)
-            self._weights.append(weight)
-            return weight
-
-        wrapped: Model = tree.map(wrap, layout(self._config), model)
-        return wrapped
-
     def draw_(self) -> None:
         self._key[1:] += np.uint32(1)
 
@@ -293,15 +288,8 @@ class Nvfp4Recipe(Recipe):
         finally:
             self._key[...] = kept
 
-    def update_(self) -> None:
-        for weight in self._weights:
-            weight.recast_()
-
     def named(self) -> Mapping[str, Array]:
         return {"nvfp4.key": self._key}
-
-    def loaded_(self) -> None:
-        self.update_()
 
 
 class Storage(NamedTuple):
