@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import cupy
 import numpy as np
 
 from bench.harness import Case
+from bench.inputs import cupy
 from surogate.kernels.adamw import AdamWLeaf, adamw_scalars, adamw_step_, adamw_table
 from surogate.kernels.adamw8bit import (
     BLOCK,

@@ -8,11 +8,10 @@ A query of a document of n tokens reads n / 2 keys on average. Forward makes two
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import cupy
 import numpy as np
 
 from bench.harness import Case
-from bench.inputs import packed_lengths, random
+from bench.inputs import cupy, packed_lengths, random
 from surogate.kernels.arrays import Array
 from surogate.kernels.attention import attention_bwd, attention_fwd
 from surogate.kernels.batch import Docs, docs_from_lengths

@@ -7,10 +7,9 @@ four in dkdv.
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
-import cupy
-
 from bench.bench_attention import HEADS, SCALE, Layer, flops, rows
 from bench.harness import Case, Unsupported
+from bench.inputs import cupy
 from surogate.kernels import attention_hopper, attention_mma
 from surogate.kernels.attention import AttentionResiduals
 

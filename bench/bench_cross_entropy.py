@@ -5,12 +5,12 @@ chip between its passes, except for what is left of the longest rows.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
-import cupy
 import numpy as np
 
 from bench.harness import Case
-from bench.inputs import random
+from bench.inputs import cupy, random
 from surogate.kernels.cross_entropy import (
     cross_entropy_bwd,
     cross_entropy_fused_,
@@ -36,7 +36,7 @@ def size_cases(tokens: int, vocab: int) -> Iterator[Case]:
     """Every call writes the same arrays: each is read from memory, since all are beyond the L2."""
     name, size = f"{tokens} x {vocab}", 2 * tokens * vocab
 
-    def labels() -> cupy.ndarray:
+    def labels() -> Any:
         return cupy.random.randint(0, vocab, tokens).astype("i4")
 
     def forward() -> Callable[[], object]:

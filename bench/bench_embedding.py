@@ -7,11 +7,10 @@ one read of dy, and a read and a write of the rows of the ids that occur, in a f
 
 from collections.abc import Callable, Iterator
 
-import cupy
 import numpy as np
 
 from bench.harness import Case
-from bench.inputs import random, rotated
+from bench.inputs import cupy, random, rotated
 from surogate.kernels.arrays import BF16, F32
 from surogate.kernels.embedding import EmbeddingResiduals, embedding_bwd, embedding_fwd
 

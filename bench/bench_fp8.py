@@ -6,11 +6,10 @@ Bytes are one read of x and one write of each matrix of codes.
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cupy
 import numpy as np
 
 from bench.harness import Case
-from bench.inputs import random, rotated
+from bench.inputs import cupy, random, rotated
 from surogate.kernels.fp8 import E4M3, E5M2, Form, Fp8State, fp8_cast
 from surogate.kernels.fp8_matmul import fp8_matmul
 
@@ -37,10 +36,10 @@ def cast_cases(width: int) -> Iterator[Case]:
     """Rows, rows and transposed, and the scales that need a look first."""
     size = TOKENS * width
 
-    def cast(scaling: Any, **wanted: bool) -> Callable[[], object]:
+    def cast(scaling: Any, turned: bool = False) -> Callable[[], Any]:
         def build() -> Callable[[], object]:
             x, slot = random(TOKENS, width), slot_of(E4M3, scaling)
-            return lambda: fp8_cast(x, slot, **wanted)
+            return lambda: fp8_cast(x, slot, turned=turned)
 
         return rotated(build, 2 * size)
 

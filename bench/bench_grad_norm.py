@@ -3,11 +3,11 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-import cupy
 import numpy as np
 
 from bench.bench_adamw import ADAPTER, MODEL
 from bench.harness import Case
+from bench.inputs import cupy
 from surogate.kernels.arrays import BF16, F32
 from surogate.kernels.grad_norm import grad_norm, grad_table
 

@@ -5,10 +5,8 @@ FLOPs are those of the weight's products alone. bench_widened.py has the same as
 
 from collections.abc import Callable, Iterator
 
-import cupy
-
 from bench.harness import Case
-from bench.inputs import random
+from bench.inputs import cupy, random
 from surogate.kernels.arrays import FROZEN
 from surogate.kernels.linear import LinearInto, LoRA, linear_bwd, linear_fwd
 

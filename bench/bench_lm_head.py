@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import cupy
-
 from bench.harness import Case
-from bench.inputs import random
+from bench.inputs import cupy, random
 from surogate.kernels.arrays import BF16, FROZEN
 from surogate.kernels.lm_head import default_chunk, lm_head_loss_and_grad, lm_head_loss_fwd
 

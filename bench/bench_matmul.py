@@ -8,10 +8,8 @@ loss takes at a time. Models that share a shape share its cases.
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import cupy
-
 from bench.harness import Case
-from bench.inputs import random
+from bench.inputs import cupy, random
 from surogate.kernels.lm_head import default_chunk
 from surogate.kernels.matmul import matmul
 from surogate.models.config import parameter_shapes

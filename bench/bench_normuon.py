@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import cupy
 import numpy as np
 
 from bench.harness import Case
-from bench.inputs import random
+from bench.inputs import cupy, random
 from surogate.kernels.adamw import adamw_scalars
 from surogate.kernels.arrays import BF16, F32
 from surogate.kernels.normuon import (

@@ -5,11 +5,10 @@ of 16 bits where they are emulated, else codes and scales.
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cupy
 import numpy as np
 
 from bench.harness import Case
-from bench.inputs import random, rotated
+from bench.inputs import cupy, random, rotated
 from surogate.kernels.nvfp4 import (
     SIGNS,
     Draw,

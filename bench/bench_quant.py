@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench.harness import Case
-from bench.inputs import random, rotated
+from bench.inputs import cupy, random, rotated
 from surogate.kernels.quant.quantized import Quantized, dequantize, quantize
 
 WEIGHTS = {"qkv": (6144, 4096), "gate up": (24576, 4096), "down": (4096, 12288)}
@@ -52,8 +52,6 @@ def mxfp4_case(name: str, outer: int, inner: int) -> Case:
     moved = int(outer * inner * (2 + MXFP4_BITS / 8))
 
     def back() -> Callable[[], object]:
-        import cupy
-
         codes = cupy.random.randint(0, 256, (outer, inner // 2), dtype=cupy.uint8)
         scales = cupy.random.randint(120, 134, (outer, inner // 32), dtype=cupy.uint8)
         q = Quantized("mxfp4", (outer, inner), (1, 32), codes, scales)

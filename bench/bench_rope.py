@@ -2,10 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
-import cupy
-
 from bench.harness import Case
-from bench.inputs import random, rotated
+from bench.inputs import cupy, random, rotated
 from surogate.kernels.rope import RopeTable, rope_bwd, rope_frequencies, rope_fwd, rope_table
 
 TOKENS = (4096, 32768)

@@ -7,8 +7,6 @@ plain weights. Bytes are one read of every A and B and one write of every block.
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cupy
-
 from bench.bench_linear import RANK, TOKENS, WEIGHTS, adapter, into_buffers
 from bench.harness import Case
 from bench.inputs import random
@@ -59,7 +57,7 @@ def layer(inner: int, outer: int, parts: Parts) -> tuple:
     return made.weight, x, LoRA(made.a, made.b)
 
 
-def roomy(x: cupy.ndarray, weight: Any) -> cupy.ndarray:
+def roomy(x: Any, weight: Any) -> Any:
     """A copy of x with room for a product with the weight."""
     out = with_room(x, x.shape[1], weight)
     out[...] = x

@@ -27,8 +27,8 @@ MOST_CALLS, LEAST_SECONDS = 20, 2e-3  # of a graph: enough for the resolution of
 class Case:
     """One measured call: its name, what builds it, and the bytes or operations it cannot avoid.
 
-    ``build`` makes the arguments on the card and returns the call. Making a case needs no card and
-    must not touch it; bytes that depend on the card are a function, which is called there.
+    ``build`` makes the arguments on the card and returns the call. Making a case needs neither a
+    card nor CuPy; bytes that depend on the card are a function, which is called there.
     """
 
     name: str

@@ -1,5 +1,6 @@
 """Arguments of cases: random arrays, copies that no cache holds, and lengths of documents."""
 
+import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +13,23 @@ COLD = 128 << 20  # bytes of arguments that no L2 cache holds
 SHORTEST = 8  # tokens of a document
 
 
+class Late:
+    """A module that is imported when a name of it is first used: cases are listed without CuPy."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._module), name)
+
+
+cupy: Any = Late("cupy")
+
+
 def random(*shape: int) -> Any:
     """Standard normal bf16 on the card: a product of zeros would run at a clock that no training
     sees.
     """
-    import cupy
-
     return cupy.random.standard_normal(shape, dtype="f4").astype(BF16)
 
 

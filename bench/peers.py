@@ -97,6 +97,8 @@ def main() -> None:
     made.add_argument("--variant", choices=VARIANTS, default="eager")
     args = made.parse_args()
     row = Row.of(args)
+    if row.recipe != "bf16":
+        made.error(f"--recipe {row.recipe}: peers run in bf16")
     found = measure(hf_config(row.model), row, args.variant)
     names = ("torch", "transformers", "peft")
     versions = {name: importlib.metadata.version(name) for name in names}

@@ -27,7 +27,15 @@ from surogate.models.config import ModelConfig
 from surogate.models.flops import training_flops
 from surogate.models.lora import LoraSpec, init_adapter
 from surogate.models.names import build
-from surogate.models.recipe import Fp8Options, Fp8Recipe, Recipe, Scope, Storage
+from surogate.models.recipe import (
+    Fp8Options,
+    Fp8Recipe,
+    Nvfp4Recipe,
+    Nvfp4Settings,
+    Recipe,
+    Scope,
+    Storage,
+)
 from surogate.models.registry import lookup
 from surogate.models.stored_recipe import QuantizedRecipe
 from surogate.models.tree import Model
@@ -113,6 +121,8 @@ def recipe_of(row: Row, config: ModelConfig, device: Device) -> Recipe:
     if row.recipe.startswith("fp8") and row.recipe != "fp8_blocks":
         scaling: Any = row.recipe.partition("_")[2] or "delayed"
         return Fp8Recipe(config, Fp8Options(scaling=scaling), device.library)
+    if row.recipe == "nvfp4":
+        return Nvfp4Recipe(config, Nvfp4Settings(), device.library)
     storage = {
         "nf4": Storage("nf4", 64, True),
         "fp8_blocks": Storage("fp8", 128),

@@ -1,6 +1,8 @@
 """The cases of every op: listed without a card, and built and run on the host at small sizes."""
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 
 from bench import inputs
 from bench.bench_matmul import Shape, shapes
-from bench.conftest import own_tests
+from bench.conftest import ROOT, own_tests
 from bench.test_ops import OPS
 from surogate.models.config import parameter_shapes
 from surogate.models.registry import MODELS, lookup
@@ -72,6 +74,11 @@ def test_cases_are_listed_without_a_card(op):
     cases = list(module_of(op).cases())
     assert cases and len({case.name for case in cases}) == len(cases)
     assert all(bool(case.bytes) != bool(case.flops) for case in cases)
+
+
+def test_cases_are_listed_without_cupy():
+    code = "import sys; sys.modules['cupy'] = None; import bench.test_gemm, bench.test_ops"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_every_op_is_tried():

@@ -7,7 +7,7 @@ import pytest
 
 from bench import peers
 from bench import rows as rows_module
-from bench.rows import Row
+from bench.rows import OURS, Row
 from surogate.models.config import from_hf
 from surogate.models.registry import hf_config
 
@@ -20,6 +20,16 @@ pytestmark = [  # within transformers, PEFT and torch
     pytest.mark.filterwarnings("ignore:.*will be removed in v6:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
 ]
+
+
+def test_peers_run_in_bf16_alone(monkeypatch, capsys):
+    assert rows_module.variants(Row("tiny", "lora")) != [OURS]
+    fp8 = Row("tiny", "lora", recipe="fp8")
+    assert rows_module.variants(fp8) == [OURS]
+    monkeypatch.setattr("sys.argv", ["peers", *fp8.arguments()])
+    with pytest.raises(SystemExit):
+        peers.main()
+    assert "--recipe fp8" in capsys.readouterr().err
 
 
 def row(mode: Any, recompute: Any = "none") -> Row:

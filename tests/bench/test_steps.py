@@ -8,12 +8,14 @@ import pytest
 
 from bench import rows as rows_module
 from bench import steps
-from bench.rows import ROWS, Row, parser
+from bench.rows import RECIPES, ROWS, Row, parser
 from surogate.device import choose_device
 from surogate.kernels.arrays import BF16
 from surogate.models.config import from_hf
 from surogate.models.names import build
+from surogate.models.recipe import Fp8Recipe, Nvfp4Recipe, Recipe
 from surogate.models.registry import hf_config, lookup
+from surogate.models.stored_recipe import QuantizedRecipe
 
 TINY = from_hf(
     hf_config("Qwen3-0.6B")
@@ -30,6 +32,14 @@ def test_a_row_survives_its_command_line(row):
 
 def test_rows_have_names_of_their_own():
     assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_has_its_class(recipe):
+    made = steps.recipe_of(Row("tiny", "lora", recipe=recipe), TINY, choose_device("cpu"))
+    others = {"bf16": Recipe, "nvfp4": Nvfp4Recipe}
+    stored = QuantizedRecipe if recipe == "nf4" or recipe.endswith("_blocks") else Fp8Recipe
+    assert type(made) is others.get(recipe, stored)
 
 
 def test_lengths_fill_every_row():
