@@ -10,13 +10,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from types import BuiltinMethodType
 from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
-from jinja2.runtime import LoopContext
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -81,8 +82,9 @@ def _tojson(
 
 class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox without its checks where they always pass, which are half of a template's time:
-    keys of a dictionary that name none of its methods, and harmless attributes of texts and loops.
-    `format` is checked, because its argument can reach into Python.
+    keys of a dictionary that name none of its methods, names in a namespace, which are all public,
+    and harmless attributes of texts and loops. `format` is checked, because its argument can reach
+    into Python.
     """
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -92,7 +94,19 @@ class _Environment(ImmutableSandboxedEnvironment):
             return self.undefined(obj=obj, name=attribute) if found is _MISSING else found
         if (kind is str and attribute in _PLAIN) or (kind is LoopContext and attribute in _LOOP):
             return getattr(obj, attribute)
+        if kind is _PlainNamespace and not attribute.startswith("_"):
+            found = getattr(obj, attribute, _MISSING)
+            if found is not _MISSING:
+                return found
         return super().getattr(obj, attribute)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(__obj) is BuiltinMethodType and type(__obj.__self__) is str:
+            if __obj.__name__ in _PLAIN:
+                for name in ("_block_vars", "_loop_vars"):  # what a compiled template adds
+                    kwargs.pop(name, None)
+                return __obj(*args, **kwargs)
+        return super().call(__context, __obj, *args, **kwargs)
 
 
 _METHODS, _MISSING = frozenset(dir(dict)), object()

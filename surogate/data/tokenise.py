@@ -2,15 +2,16 @@
 
 Rows are taken in batches of about a megabyte of text, so that no worker gets all the long ones. A
 batch is read, rendered and tokenised by an `Encoder`. The first batches stay in this process, where
-the tokenizer library spreads them over its threads; more of them are tokenised word by word (see
-words.py) by worker processes, because that and rendering chat templates is Python. At most two
-batches a worker wait, and results come back in the order of the rows.
+the tokenizer library spreads them over its threads; more of them go to worker processes, because
+rendering chat templates is Python, and through fastokens (see bytepairs.py). At most two batches a
+worker wait, and results come back in the order of the rows.
 
 A document of raw text is everything a target: its tokens and the end-of-sequence token behind them.
 In a conversation a token is a target if it lies wholly in a target span of characters.
 """
 
 import multiprocessing
+import os
 import re
 import signal
 from collections import Counter, deque
@@ -24,11 +25,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
+from surogate.data.bytepairs import BytePairs, Encoded, within
 from surogate.data.chat import LossScale, render_targets
 from surogate.data.formats import Conversation, Layout, Text, read_row
 from surogate.data.sources import Row, RowError
 from surogate.data.vocabulary import Vocabulary, load_tokenizer
-from surogate.data.words import Encoded, Words, within
 from surogate.errors import UserError
 
 _BATCH_ROWS = 512
@@ -59,8 +60,8 @@ class Encoder:
     """Reads, renders and tokenises batches of rows of one model's data.
 
     vocab_size is the number of embedding rows; an id beyond it raises UserError with the row.
-    threads is for few rows: the library tokenises them on its threads, and no table of words is
-    made.
+    threads is for few rows: the library tokenises them on its threads, which takes less than to
+    open fastokens.
     """
 
     def __init__(
@@ -70,8 +71,7 @@ class Encoder:
         self.vocab_size = vocab_size
         self.loss_scale: LossScale = loss_scale
         self.threads = threads
-        file = b"" if threads else vocabulary.file.read_bytes()
-        self.words = Words.of(vocabulary.tokenizer, file) if file else None
+        self.pairs = None if threads else BytePairs.of(vocabulary.tokenizer)
 
     def encode(self, layout: Layout, rows: Sequence[tuple[int, Row]]) -> Chunk:
         """Tokenises rows, each with its index in the stream. One row may give several documents.
@@ -87,20 +87,21 @@ class Encoder:
                 if layout.config.malformed == "stop":
                     raise
                 skipped[error.kind] += 1
-        places = {index: row.place for index, row in rows}
-        ids, masks = [], []
-        for document, (tokens, mask) in zip(documents, self._tokenise(documents), strict=True):
-            if len(tokens) and int(tokens.max()) >= self.vocab_size:
-                raise UserError(
-                    f"{places[document.row]}: token id {tokens.max()} is not below the model's "
-                    f"vocab_size {self.vocab_size}; the tokenizer belongs to another model"
-                )
-            ids.append(tokens)
-            masks.append(mask)
+        encoded = self._tokenise(documents)
+        tokens = np.concatenate([*(ids for ids, _ in encoded), np.empty(0, np.int32)])
+        lengths = np.array([len(ids) for ids, _ in encoded], np.int64)
+        if len(tokens) and int(tokens.max()) >= self.vocab_size:
+            at = int(np.argmax(tokens >= self.vocab_size))
+            document = documents[int(np.searchsorted(np.cumsum(lengths), at, side="right"))]
+            place = next(row.place for index, row in rows if index == document.row)
+            raise UserError(
+                f"{place}: token id {tokens[at]} is not below the model's vocab_size "
+                f"{self.vocab_size}; the tokenizer belongs to another model"
+            )
         return Chunk(
-            np.concatenate([*ids, np.empty(0, np.int32)]),
-            np.concatenate([*masks, np.empty(0, np.bool_)]),
-            np.array([len(tokens) for tokens in ids], np.int64),
+            tokens,
+            np.concatenate([*(mask for _, mask in encoded), np.empty(0, np.bool_)]),
+            lengths,
             np.array([document.row for document in documents], np.int64),
             layout.source,
             dict(skipped),
@@ -121,69 +122,63 @@ class Encoder:
         )
         return [_Document(r.text, r.spans, not r.terminated, index) for r in rendered]
 
-    def _tokenise(
-        self, documents: Sequence[_Document]
-    ) -> Iterator[tuple[Int32[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]]:
+    def _tokenise(self, documents: Sequence[_Document]) -> list[Encoded]:
         vocabulary = self.vocabulary
         if vocabulary.eos is None and any(document.append_eos for document in documents):
             raise UserError(
                 f"{vocabulary.folder}: names no end-of-sequence token, so the model would never "
                 "learn to stop; set eos_token in tokenizer_config.json"
             )
-        chats = iter(self._chats([d for d in documents if d.spans is not None]))
-        raw = iter(self._texts([d.text for d in documents if d.spans is None]))
-        for document in documents:
+        found: Sequence[Encoded | None] = [None] * len(documents)
+        if self.pairs:
+            found = self.pairs.encode([(d.text, d.spans or []) for d in documents])
+        left = [d for d, encoded in zip(documents, found, strict=True) if encoded is None]
+        chats = iter(self._chats([d for d in left if d.spans is not None]))
+        raw = iter(self._texts([d.text for d in left if d.spans is None]))
+        made = []
+        for document, encoded in zip(documents, found, strict=True):
             if document.spans is None:
-                tokens = np.concatenate([np.array(vocabulary.prefix, np.int32), next(raw)])
+                ids = encoded.ids if encoded else next(raw)
+                tokens = np.concatenate([np.array(vocabulary.prefix, np.int32), ids])
                 mask = np.ones(len(tokens), np.bool_)
             else:
-                tokens, mask = next(chats)
+                tokens, mask = encoded or next(chats)
             if document.append_eos:
                 learned = document.spans is None or bool(document.spans)
                 tokens = np.append(tokens, np.array([vocabulary.eos], np.int32))
                 mask = np.append(mask, np.array([learned]))
-            yield tokens, mask
+            made.append(Encoded(tokens, mask))
+        return made
 
     def _chats(self, documents: Sequence[_Document]) -> Iterator[Encoded]:
+        """By the library: on its threads, or one by one."""
         tokenizer = self.vocabulary.tokenizer
-        if self.threads:
-            texts = [document.text for document in documents]
-            encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
-            for document, encoding in zip(documents, encodings, strict=True):
-                yield _with_mask(encoding, document.spans or [])
-            return
-        for document in documents:
-            spans = document.spans or []
-            found = self.words.encode(document.text, spans) if self.words else None
-            yield found or _with_mask(
-                tokenizer.encode(document.text, add_special_tokens=False), spans
-            )
+        texts = [document.text for document in documents]
+        encodings = (
+            tokenizer.encode_batch(texts, add_special_tokens=False)
+            if self.threads
+            else (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+        )
+        for document, encoding in zip(documents, encodings, strict=True):
+            begin, end = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+            ids = np.array(encoding.ids, np.int32)
+            yield Encoded(ids, within(begin, end, document.spans or []))
 
     def _texts(self, texts: Sequence[str]) -> Iterator[Int32[np.ndarray, " tokens"]]:
-        """Ids of raw texts; a long one goes through in pieces, so that memory stays bounded."""
+        """Ids by the library; a long text goes through in pieces, so that memory stays bounded."""
         tokenizer = self.vocabulary.tokenizer
         short = [text for text in texts if len(text) <= _PIECE] if self.threads else []
         done = iter(tokenizer.encode_batch_fast(short, add_special_tokens=False))
         for text in texts:
-            if len(text) > _PIECE:
-                pieces = [self._ids(piece) for piece in _pieces(text, tokenizer)]
-                yield np.concatenate(pieces)
-            elif self.threads:
+            if self.threads and len(text) <= _PIECE:
                 yield np.array(next(done).ids, np.int32)
             else:
-                yield self._ids(text)
+                pieces = [self._ids(piece) for piece in _pieces(text, tokenizer)]
+                yield np.concatenate(pieces)
 
     def _ids(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        found = self.words.encode(text, []) if self.words else None
-        if found is not None:
-            return found.ids
         (encoding,) = self.vocabulary.tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, np.int32)
-
-
-def _with_mask(encoding: Any, spans: Sequence[tuple[int, int]]) -> Encoded:
-    begin, end = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-    return Encoded(np.array(encoding.ids, np.int32), within(begin, end, spans))
 
 
 def _pieces(text: str, tokenizer: Any) -> Iterator[str]:
@@ -218,6 +213,7 @@ _worker: Encoder | None = None
 
 def _start_worker(settings: EncoderSettings) -> None:
     global _worker
+    os.environ["FASTOKENS_BPE_THREADS"] = "1"  # the workers are its threads
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides
     _worker = Encoder(
         load_tokenizer(settings.folder, settings.tokenizer_file),

@@ -110,6 +110,8 @@ def test_template_by_name_and_across_processes():
         ("{{ messages[0].content + 1 }}", "can only concatenate str"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ namespace(x=1)._Namespace__attrs.x }}", "unsafe"),
+        ("{% set n = namespace(f='{0.__class__.x}'.format) %}{{ n.f(1) }}", "unsafe"),
         ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "private name"),
     ],
 )

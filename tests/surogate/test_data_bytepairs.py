@@ -1,4 +1,4 @@
-"""Words give the ids and masks of the tokenizers library for any text, or leave it to that."""
+"""Byte pairs have the ids and masks of the tokenizers library for any text, or leave it to that."""
 
 import json
 
@@ -8,8 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from surogate.data.vocabulary import load_tokenizer
-from surogate.data.words import Words, within
+from surogate.data.bytepairs import BytePairs, within
 from tests.surogate.inputs.tiny import model_folder
 
 QWEN = (
@@ -50,7 +49,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Tokenizer and words of each kind."""
+    """Tokenizer and pairs of each kind."""
     folder = model_folder(tmp_path_factory.mktemp("model"))
     description = json.loads((folder / "tokenizer.json").read_text())
     found = {}
@@ -58,9 +57,9 @@ def made(tmp_path_factory):
         nfc = {"type": "NFC"} if name.startswith("qwen") else None
         description |= {"pre_tokenizer": pre_tokenizer, "normalizer": nfc}
         tokenizer = Tokenizer.from_str(json.dumps(description))
-        words = Words.of(tokenizer, tokenizer.to_str())
-        assert words is not None
-        found[name] = tokenizer, words
+        pairs = BytePairs.of(tokenizer)
+        assert pairs is not None
+        found[name] = tokenizer, pairs
     return found
 
 
@@ -76,11 +75,12 @@ TEXT = st.lists(
 ).map("".join)
 
 
-def check(tokenizer, words, text, cuts):
+def check(tokenizer, pairs, text, cuts):
     borders = sorted({min(cut, len(text)) for cut in cuts})
     spans = list(zip(borders[::2], borders[1::2], strict=False))
     encoding = tokenizer.encode(text, add_special_tokens=False)
-    found = words.encode(text, spans)
+    before, found, after = pairs.encode([("é🙂", [(1, 2)]), (text, spans), ("ab", [(0, 2)])])
+    assert before.inside[-1] and after.inside.all()
     if found is None:
         return False
     assert found.ids.tolist() == encoding.ids
@@ -94,7 +94,6 @@ def check(tokenizer, words, text, cuts):
 @given(text=TEXT, cuts=st.lists(st.integers(0, 60), max_size=6))
 @example(text="'ſ x'ſy", cuts=[1, 3])
 @example(text="e\u0301<|end|>A", cuts=[1, 2])
-@example(text="\x01\x02 a", cuts=[])
 @example(text="a \u0085b", cuts=[])
 @example(text="", cuts=[0])
 def test_ids_and_masks_are_the_librarys(made, name, text, cuts):
@@ -108,19 +107,32 @@ def test_plain_text_is_not_left_to_the_library(made, name):
 
 
 def test_text_that_only_the_library_knows(made):
-    _, words = made["qwen"]
-    for text in ("e\u0301", "\x01", "\U000e0fff"):  # not NFC, a stand-in, unassigned
-        assert words.encode(text, []) is None
+    _, pairs = made["qwen"]
+    for text in ("e\u0301", "\ud800", "\U000e0fff"):  # not NFC, half a character, unassigned
+        (found,) = pairs.encode([(text, [])])
+        assert found is None
 
 
-def test_the_table_is_emptied_when_it_is_full(made, monkeypatch):
-    monkeypatch.setattr("surogate.data.words._LIMIT", 8)
-    tokenizer, _ = made["qwen"]
-    words = Words.of(tokenizer, tokenizer.to_str())
-    assert words is not None
-    for i in range(50):
-        assert check(tokenizer, words, f"word{i * 'x'} and <|end|> more{i}", [3, 9])
-    assert len(words._table) <= 8
+def test_a_character_that_the_two_cut_differently_is_left_to_the_library(made, monkeypatch):
+    tokenizer, _ = made["llama3"]
+    pairs = BytePairs.of(tokenizer)
+    agrees = BytePairs._agrees
+    monkeypatch.setattr(BytePairs, "_agrees", lambda *a: "ß" not in a[1] and agrees(*a))
+    weiss, weise = pairs.encode([("weiß", []), ("weise", [])])
+    assert weiss is None and weise.ids.tolist() == tokenizer.encode("weise").ids
+
+
+def test_tokens_that_are_not_the_bytes_of_the_text_are_left_to_the_library(tmp_path):
+    """A token whose name in the vocabulary is one byte and as an added token two."""
+    folder = model_folder(tmp_path)
+    description = json.loads((folder / "tokenizer.json").read_text())
+    token = {"id": description["model"]["vocab"]["é"], "content": "é", "special": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    description["added_tokens"].append(token | flags)
+    tokenizer = Tokenizer.from_str(json.dumps(description))
+    pairs = BytePairs.of(tokenizer)
+    byte, added = pairs.encode([("驪", []), ("é", [])])
+    assert byte is None and added.ids.tolist() == tokenizer.encode("é").ids
 
 
 def other(**changes):
@@ -140,17 +152,29 @@ def other(**changes):
         other(model=models.WordLevel({"a": 0}, unk_token="a")),
     ],
 )
-def test_other_tokenizers_have_no_words(tokenizer):
-    assert Words.of(tokenizer, tokenizer.to_str()) is None
+def test_other_tokenizers_have_no_pairs(tokenizer):
+    assert BytePairs.of(tokenizer) is None
 
 
-@pytest.mark.parametrize(
-    "pattern", [r"\p{Han}+|.", r"(?<=a)b", r"[\p{L}&&[^a]]+", r"(a)|b", r"\w+"]
-)
-def test_expressions_that_are_not_plain_have_no_words(tmp_path, pattern):
-    folder = model_folder(tmp_path)
-    description = json.loads((folder / "tokenizer.json").read_text())
-    description["pre_tokenizer"] = split(pattern)
-    (folder / "tokenizer.json").write_text(json.dumps(description))
-    tokenizer = load_tokenizer(folder).tokenizer
-    assert Words.of(tokenizer, tokenizer.to_str()) is None
+@pytest.mark.parametrize("seed", range(4))
+def test_merges_of_any_order_and_words_that_are_tokens_of_their_own(tmp_path, seed):
+    """The two merge alike whatever the table, also where no training would give that table."""
+    generator = np.random.default_rng(seed)
+    description = json.loads((model_folder(tmp_path) / "tokenizer.json").read_text())
+    model = description["model"]
+    kept = generator.permutation(len(model["merges"]))[seed * 20 :]
+    model["merges"] = [model["merges"][i] for i in kept]
+    model["ignore_merges"] = bool(seed % 2)
+    tokenizer = Tokenizer.from_str(json.dumps(description))
+    pairs = BytePairs.of(tokenizer)
+    pieces = sorted(model["vocab"], key=len)[-60:]
+    for _ in range(200):
+        text = "".join(generator.choice(pieces, 6)).replace("Ġ", " ")
+        assert check(tokenizer, pairs, text, generator.integers(0, len(text), 4).tolist())
+
+
+def test_a_part_that_fastokens_does_not_have(tmp_path):
+    description = json.loads((model_folder(tmp_path) / "tokenizer.json").read_text())
+    parts = [{"type": "Punctuation", "behavior": "Isolated"}, BYTES]
+    description["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts}
+    assert BytePairs.of(Tokenizer.from_str(json.dumps(description))) is None
