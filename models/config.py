@@ -19,6 +19,7 @@ from surogate.models.tree import Layer, Model
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 DTYPES = ("bfloat16", "float16", "float32")
+MOST_LAYERS = 10_000  # no model has as many: every layer is listed before weights are looked at
 QUANTIZED = "hf_quant_config.json"  # Model-Optimizer's, beside a config.json that is silent
 
 # Keys of a rope dictionary beside rope_type and rope_theta: what a kind needs, what it may have.
@@ -156,7 +157,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         kind = "has no config.json" if Path(directory).is_dir() else "does not exist"
         raise ValueError(f"{directory}: {kind}; give a model directory") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: must hold a JSON object, got {type(raw).__name__}")
@@ -180,7 +181,7 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     kv_heads = _size(raw, "num_key_value_heads", heads if architecture == "llama" else None)
     if heads % kv_heads:
         _refuse("num_attention_heads", heads, f"must be a multiple of {kv_heads} key-value heads")
-    layers = _size(raw, "num_hidden_layers")
+    layers = _size(raw, "num_hidden_layers", most=MOST_LAYERS)
     max_positions = _size(raw, "max_position_embeddings")
     quantized = scheme_of(raw)
     return ModelConfig(
@@ -216,12 +217,16 @@ def _refuse(field: str, value: Any, must: str) -> NoReturn:
     raise ValueError(f"{field} {value!r} {must}")
 
 
-def _size(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:
+def _size(
+    raw: Mapping[str, Any], field: str, default: int | None = None, *, most: int = 2**31 - 1
+) -> int:
     value = default if raw.get(field) is None else raw[field]
     if value is None:
         raise ValueError(f"{field} is missing")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         _refuse(field, value, "must be a positive whole number")
+    if value > most:
+        _refuse(field, value, f"must be at most {most}")
     return value
 
 
@@ -229,7 +234,7 @@ def _number(raw: Mapping[str, Any], field: str, default: float | None = None) ->
     value = default if raw.get(field) is None else raw[field]
     if value is None:
         raise ValueError(f"{field} is missing")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e300:
         _refuse(field, value, "must be a positive number")
     return float(value)
 
@@ -333,8 +338,9 @@ def parse_rope(
     keys = {key: value for key, value in keys.items() if value is not None}
     kind = keys.pop("rope_type", None) or keys.get("type", "default")
     keys.pop("type", None)
-    if kind not in ROPE_KEYS:
-        raise ValueError(f"{field}: rope_type {kind!r} is not supported{nearest(kind, ROPE_KEYS)}")
+    if str(kind) not in ROPE_KEYS:
+        known_kinds = nearest(str(kind), ROPE_KEYS)
+        raise ValueError(f"{field}: rope_type {kind!r} is not supported{known_kinds}")
     needed, optional = ROPE_KEYS[kind]
     known = needed | optional | {"rope_theta", "partial_rotary_factor"}
     for key in keys:
@@ -375,7 +381,7 @@ def with_rope_scaling(
     """
     keys = _scaling_keys(scaling)
     kind = keys.setdefault("rope_type", keys.pop("type", None))
-    if kind not in ROPE_KEYS:
+    if str(kind) not in ROPE_KEYS:
         raise ValueError(f"rope_scaling {kind!r} is not a kind{nearest(str(kind), ROPE_KEYS)}")
     trained = (config.rope.kind == "yarn" and config.rope.original_max_positions) or (
         config.max_positions

@@ -86,11 +86,10 @@ def _weight_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_path}: has no weight_map")
-    files = sorted(set(weight_map.values()))
-    for file in files:
+    for file in weight_map.values():
         if not isinstance(file, str) or Path(file).name != file:
             raise CheckpointError(f"{index_path}: {file!r} is not the name of a file beside it")
-    return [directory / file for file in files], weight_map
+    return [directory / file for file in sorted(set(weight_map.values()))], weight_map
 
 
 def _check_index(tensors: Mapping[str, Tensor], directory: Path, index: Mapping[str, str]) -> None:
@@ -383,7 +382,7 @@ def read_adapter(directory: str | Path, config: ModelConfig) -> tuple[Adapter, L
             targets.add(module)
         listed = settings.get("target_modules")
         for target in listed if isinstance(listed, list) else ():
-            if target.rsplit(".", 1)[-1] not in targets:
+            if str(target).rsplit(".", 1)[-1] not in targets:
                 raise CheckpointError(f"{weights_path}: has no tensors for target {target}")
         arrays = {name: tensor.handle.get_tensor(name) for name, tensor in tensors.items()}
     try:

@@ -58,7 +58,7 @@ def read_manifest(folder: Path) -> dict[str, Facts]:
         raise Damaged(f"{path}: is missing") from None
     try:
         content = dict(json.loads(raw))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise Damaged(f"{path}: is damaged") from None
     content.pop("seal", None)
     if _text(content) != raw:

@@ -20,6 +20,8 @@ import yaml
 
 from surogate.errors import UserError
 
+MOST_VALUES = 100_000  # of a file: aliases of aliases would make trees without end
+
 _ENV = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
@@ -66,6 +68,16 @@ class Reading(NamedTuple):
 
 class _Loader(yaml.SafeLoader):
     """Safe YAML that reads 2e-4 as a number and refuses a key that is written twice."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """A node's value; what PyYAML trips over, such as a date without a day, has its place."""
+        try:
+            return super().construct_object(node, deep)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(
+                None, None, f"cannot be read as {kind}", node.start_mark
+            ) from None
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -116,13 +128,30 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         # A JSON file is YAML too.
         table = tomllib.loads(text) if suffix == ".toml" else yaml.load(text, _Loader)
+        count = _count(table, {})
     except tomllib.TOMLDecodeError as e:
         raise UserError(f"{path}: is not TOML: {e}") from None
     except yaml.YAMLError as e:
         raise UserError(f"{path}: is not YAML: {_yaml_fault(e)}") from None
+    except RecursionError:
+        raise UserError(f"{path}: is nested too deeply") from None
+    except ValueError as e:  # a whole number of thousands of digits
+        raise UserError(f"{path}: holds a value that cannot be read: {e}") from None
+    if count > MOST_VALUES:
+        raise UserError(f"{path}: has more than {MOST_VALUES:,} values")
     if not isinstance(table, dict):
         raise UserError(f"{path}: must hold keys and values, got {show(table)}")
     return table
+
+
+def _count(value: Any, known: dict[int, int]) -> int:
+    """Values in a tree; what YAML's aliases repeat counts each time, and is looked at once."""
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in known:
+        parts = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_count(part, known) for part in parts)
+    return known[id(value)]
 
 
 def _yaml_fault(error: yaml.YAMLError) -> str:
@@ -153,7 +182,7 @@ def parse_override(text: str) -> tuple[str, Text]:
     """Splits "key=value"; the value's type is the key's."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
-        raise UserError(f"--set {text}: must be key=value")
+        raise UserError(f"--set {one_line(text)}: must be key=value")
     return name.strip(), Text(value.strip())
 
 
@@ -164,7 +193,7 @@ def merge(table: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
         if not parts:
             return value
         head, *rest = parts
-        if head.isdigit():
+        if head.isdecimal():
             items = list(node) if isinstance(node, list | tuple) else []
             if int(head) > len(items):
                 raise UserError(f"--set {name}: there are {len(items)} entries before .{head}")
@@ -249,7 +278,7 @@ def plain(value: Any) -> Any:
 def _yaml_value(text: str) -> Any:
     try:
         return yaml.load(str(text), _Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return str(text)
 
 

@@ -103,18 +103,26 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
 
 
 def _left(found: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(str(name) for key in _LEFT for name in found.get(key) or ())
+    lists = {key: found[key] for key in _LEFT if found.get(key)}
+    for key, names in lists.items():
+        require(isinstance(names, list), f"quantization_config: {key} must be a list, got {names}")
+    return tuple(str(name) for names in lists.values() for name in names)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
 
 
 def _fine_grained(found: Mapping[str, Any]) -> Scheme:
-    block, kind = tuple(found.get("weight_block_size") or ()), found.get("fmt", "e4m3")
+    block: Any = found.get("weight_block_size")
+    kind = found.get("fmt", "e4m3")
     require(
-        len(block) == 2,
+        isinstance(block, list) and len(block) == 2 and all(map(_is_size, block)),
         f"quantization_config: fp8 must have a weight_block_size of two numbers, got {block}; "
         "scales of whole tensors or rows are not read",
     )
     require(kind == "e4m3", f"quantization_config: fp8 must have fmt e4m3, got {kind}")
-    return Scheme("fp8", "fp8", (int(block[0]), int(block[1])), left=_left(found))
+    return Scheme("fp8", "fp8", tuple(block), left=_left(found))
 
 
 def _modelopt(found: Mapping[str, Any]) -> Scheme:
@@ -245,7 +253,7 @@ def _read_nvfp4(taker: _Taker, base: str, name: str, tensor_scale: Array) -> Qua
 def _read_bitsandbytes(taker: _Taker, base: str, scheme: Scheme) -> Quantized:
     weight = f"{base}.weight"
     state = _bnb_state(taker.take(f"{weight}.{BNB_STATE}", (_U8,)), f"{weight}.{BNB_STATE}")
-    shape, block = tuple(state["shape"]), int(state["blocksize"])
+    shape, block = tuple(state["shape"]), state["blocksize"]
     require(len(shape) == 2, f"{weight}: must be a matrix, its quant_state has shape {shape}")
     require(
         state["quant_type"] == "nf4",
@@ -259,7 +267,7 @@ def _read_bitsandbytes(taker: _Taker, base: str, scheme: Scheme) -> Quantized:
     codes = taker.take(weight, (_U8, *_SCALARS)).reshape(-1).view(_U8)  # bnb_4bit_quant_storage
     count, nested = blocks_of(shape[0] * shape[1], block), None
     if "nested_offset" in state:
-        inner = int(state["nested_blocksize"])
+        inner = state["nested_blocksize"]
         nested = Nested(
             taker.take(f"{weight}.nested_absmax", (F32,), (blocks_of(count, inner),)),
             taker.take(f"{weight}.nested_quant_map", (F32,), (256,)),
@@ -273,13 +281,23 @@ def _read_bitsandbytes(taker: _Taker, base: str, scheme: Scheme) -> Quantized:
 def _bnb_state(x: Array, name: str) -> dict[str, Any]:
     try:
         state = json.loads(x.tobytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name}: does not hold JSON: {error}") from None
+    require(isinstance(state, dict), f"{name}: must hold an object, got {state}")
     keys = {"shape", "blocksize", "quant_type"}
     if "nested_offset" in state:
         keys |= {"nested_blocksize"}
     require(keys <= state.keys(), f"{name}: must have {', '.join(sorted(keys))}, got {state}")
-    return dict(state)
+    shape, offset = state["shape"], state.get("nested_offset", 0)
+    sizes = [state[key] for key in sorted(keys) if key.endswith("blocksize")]
+    require(
+        isinstance(shape, list)
+        and all(map(_is_size, [*shape, *sizes]))
+        and type(offset) in (int, float)
+        and abs(offset) < 1e38,
+        f"{name}: has a size that is no whole number, or an offset that is no number: {state}",
+    )
+    return state
 
 
 def _read_mxfp4(taker: _Taker, base: str, scheme: Scheme) -> Quantized | tuple[Quantized, ...]:

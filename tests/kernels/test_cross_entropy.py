@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from surogate.kernels.arrays import BF16
+from surogate.kernels.arrays import BF16, empty
 from surogate.kernels.batch import IGNORED
 from surogate.kernels.cross_entropy import (
     cross_entropy_bwd,
@@ -103,6 +103,19 @@ def test_ignored_rows_may_hold_anything(device):
     same_bits(cross_entropy_fused_(poisoned, labels=labels), want)
     assert np.isfinite(to_host(poisoned).astype(np.float32)).all()
     np.testing.assert_array_equal(to_host(poisoned)[hidden].astype(np.float32), 0)
+
+
+@pytest.mark.gpu
+def test_rows_behind_more_elements_than_32_bits_count():
+    """The last of 16,384 rows of 151,936 logits, 2.49e9 elements, are as if they were alone."""
+    logits, labels = inputs("bfloat16", 8, 151936, "cuda")
+    many = empty((16384, 151936), BF16, like=logits)
+    many.view(np.uint16).reshape(2048, 8, 151936)[...] = logits.view(np.uint16)
+    repeated = to_device(np.tile(to_host(labels), 2048), "cuda")
+    want = cross_entropy_fused_(logits, labels=labels)
+    got = cross_entropy_fused_(many, labels=repeated)
+    same_bits(got[-8:], want)
+    same_bits(many[-8:], logits)
 
 
 def test_all_ignored(device):

@@ -210,6 +210,29 @@ def test_scaled_frequencies_are_those_of_transformers(kind, head_dim, parameters
     np.testing.assert_array_max_ulp(got, want.numpy(), maxulp=2)
 
 
+@pytest.mark.parametrize(
+    "head_dim,factor,ratios",
+    [
+        (64, 32.0, {14: 1.0, 16: 0.303743, 18: 1 / 32}),  # Llama 3.2 1B
+        (128, 8.0, {30: 0.643743, 32: 0.371122, 34: 0.190211, 36: 1 / 8}),  # Llama 3.1 8B
+    ],
+)
+def test_worked_ratios_of_llama3(head_dim, factor, ratios):
+    """Scaled over unscaled frequencies: kept, in the ramp, and divided by the factor."""
+    scaling = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+    plain, _ = rope_frequencies(head_dim, base=5e5)
+    got, _ = rope_frequencies(head_dim, base=5e5, kind="llama3", factor=factor, **scaling)
+    for index, ratio in ratios.items():
+        assert got[index] / plain[index] == pytest.approx(ratio, abs=1e-6), index
+
+
+def test_worked_factor_of_yarn():
+    _, factor = rope_frequencies(
+        128, base=1e6, kind="yarn", factor=4.0, original_max_positions=32768
+    )
+    assert factor == pytest.approx(0.1 * np.log(4) + 1, rel=1e-12) == pytest.approx(1.138629)
+
+
 @pytest.mark.parametrize("length", [1, 4096, 5000, 131072])  # within, at and beyond the maximum
 def test_dynamic_frequencies_are_those_of_transformers(length, monkeypatch):
     monkeypatch.setitem(sys.modules, "kernels", None)

@@ -17,7 +17,8 @@ from surogate.models.config import (
     read_config,
     with_rope_scaling,
 )
-from surogate.models.names import layout
+from surogate.models.names import layer_fields, layout
+from surogate.models.registry import lookup
 
 # A checkout has a folder called kernels: transformers must not take it for the package kernels.
 sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
@@ -150,6 +151,25 @@ def test_shapes_of_stacked_weights() -> None:
     assert (layer.q_norm, layer.b_qkv, shapes.head) == ((16,), None, (128, 32))
 
 
+def test_head_dim_is_not_hidden_over_heads() -> None:
+    """Qwen3-4B, whose 32 heads of 128 are wider than its hidden size, and a tiny one."""
+    for config, want in (
+        (
+            lookup("Qwen3-4B"),
+            {"q": (4096, 2560), "k": (1024, 2560), "o": (2560, 4096), "n": (128,)},
+        ),
+        (
+            from_hf(tiny("qwen3", hidden_size=48, num_key_value_heads=2, head_dim=16)),
+            {"q": (64, 48), "k": (32, 48), "o": (48, 64), "n": (16,)},
+        ),
+    ):
+        layer = layer_fields(config, 0)
+        q, k, v = (layer.w_qkv.shape_of(piece) for piece in layer.w_qkv.pieces)
+        assert (q, k, v) == (want["q"], want["k"], want["k"])
+        assert layer.w_o.shape == want["o"]
+        assert layer.q_norm.shape == layer.k_norm.shape == want["n"]
+
+
 def test_configurations_are_values() -> None:
     one, other = from_hf(tiny("qwen3")), from_hf(tiny("qwen3", use_cache=True))
     assert one == other and hash(one) == hash(other)
@@ -163,6 +183,9 @@ def test_configurations_are_values() -> None:
         ("llama", {"hidden_size": None}, "hidden_size is missing"),
         ("llama", {"hidden_size": 31}, "hidden_size 31 must be a multiple"),
         ("llama", {"num_hidden_layers": 0}, "num_hidden_layers 0 must be a positive whole"),
+        ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 must be at most 1"),
+        ("llama", {"vocab_size": 2**31}, "vocab_size 2147483648 must be at most 2147483647"),
+        ("llama", {"rope_theta": 10**400}, "rope_theta 1000* must be a positive number"),
         ("llama", {"vocab_size": True}, "vocab_size True must be a positive whole"),
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 must be a multiple of 3"),
         ("qwen3", {"num_key_value_heads": None}, "num_key_value_heads is missing"),
@@ -191,6 +214,8 @@ def test_configurations_are_values() -> None:
         ("llama", {"original_max_position_embeddings": 64}, "must be inside rope_scaling"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ("llama", {"rope_scaling": [2]}, r"rope_scaling \[2\] must be an object"),
+        ("llama", {"rope_scaling": {"type": 7}}, "rope_type 7 is not supported; known: default"),
+        ("llama", {"rope_scaling": {"type": ["yarn"]}}, r"rope_type \['yarn'\] is not supported"),
         ("llama", {"rope_scaling": {"type": "longrope"}}, "rope_type 'longrope' is not supported"),
         ("llama", {"rope_scaling": {"type": "linear"}}, "rope_type linear needs factor"),
         ("llama", {"rope_scaling": LLAMA3 | {"factor": 0.5}}, "factor 0.5 must be at least 1"),

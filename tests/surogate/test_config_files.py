@@ -1,5 +1,7 @@
 """Reading a configuration: overrides, environment variables, TOML and YAML, files that are none."""
 
+from itertools import pairwise
+
 import pytest
 
 from surogate.config import DatasetConfig, config_to_dict, describe, load_config
@@ -112,6 +114,23 @@ def test_yaml_numbers_without_a_dot(tmp_path):
             "model: a\n\tlora: b\n",
             "a.yaml: is not YAML: found character '\\t' that cannot start any token "
             "(at line 2, column 1)",
+        ),
+        (
+            "a.yaml",
+            "model: 2024-99-99\n",
+            "a.yaml: is not YAML: cannot be read as timestamp (at line 1, column 8)",
+        ),
+        (
+            "a.yaml",
+            "? [a]\n: b\n",
+            "a.yaml: is not YAML: cannot be read as map (at line 1, column 1)",
+        ),
+        ("a.json", '{"a":' * 900, "a.json: is nested too deeply"),
+        (
+            "a.yaml",
+            "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+            + "".join(f"{y}: &{y} [{', '.join([f'*{x}'] * 10)}]\n" for x, y in pairwise("abcdef")),
+            "a.yaml: has more than 100,000 values",
         ),
         ("a.toml", "model = ", "a.toml: is not TOML: Invalid value (at end of document)"),
     ],

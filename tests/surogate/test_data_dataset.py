@@ -109,6 +109,23 @@ def test_counts_what_is_truncated_and_left_out(world):
     assert (report.documents, report.truncated, report.unsupervised) == (2, 1, 2)
 
 
+def test_rows_about_the_limit(world):
+    """A row shorter than the limit by one token, one of its length, and one whose terminator does
+    not fit: none is invented in its place. A prompt that fills the row is left out and counted.
+    """
+    rows = [{"messages": chat("Q", "Paris " * 9)}]
+    ((tokens, _),) = [d for d in _documents(world.prepare(rows, sequence_len=96)) if d[0].any()]
+    stop = load_tokenizer(world.model).tokenizer.token_to_id("<|stop|>")
+    whole, before = len(tokens), int(np.flatnonzero(tokens == stop)[-1])
+    for limit, cut in ((whole + 1, 0), (whole, 0), (before, 1)):
+        packed = world.prepare(rows, sequence_len=limit)
+        assert packed.report.truncated == cut and packed.tokens.shape == (1, limit)
+        assert (packed.labels == stop).sum() == 1 - cut
+    long = {"messages": chat("Q " * 40, "A")}
+    report = world.prepare([*rows, long], sequence_len=before).report
+    assert (report.documents, report.truncated, report.unsupervised) == (1, 1, 1)
+
+
 def test_empty_texts_are_left_out(world):
     report = world.prepare([{"text": ""}, *TEXTS, {"text": ""}]).report
     assert (report.documents, report.unsupervised) == (20, 2)

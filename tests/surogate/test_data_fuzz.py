@@ -189,6 +189,7 @@ DATASET = st.fixed_dictionaries(
 def test_any_data_set(monkeypatch, datasets, ratio, content):
     with TemporaryDirectory() as folder, monkeypatch.context() as patch:
         patch.chdir(folder)
+        patch.setenv("HOME", folder)  # of ~, which may be large
         Path("rows.jsonl").write_bytes(content)
         Path("rows.csv").write_bytes(content)
         table = {

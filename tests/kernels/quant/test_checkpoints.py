@@ -342,10 +342,20 @@ def test_modules_that_were_left_as_they_are(entry, module, left):
         assert scheme is not None and scheme.leaves(module) is left
 
 
-@pytest.mark.parametrize("state", [b"{", b"{}", BNB_JSON.replace(b"nested_blocksize", b"n")])
+@pytest.mark.parametrize(
+    "state",
+    [
+        *(b"{", b"{}", b"7", b"[" * 5000),
+        BNB_JSON.replace(b"nested_blocksize", b"n"),
+        BNB_JSON.replace(b"[16, 64]", b"1024"),
+        BNB_JSON.replace(b"[16, 64]", b'["16", 64]'),
+        BNB_JSON.replace(b"256", b"0"),
+        BNB_JSON.replace(b"0.048858642578125", b"NaN"),
+    ],
+)
 def test_a_state_that_says_too_little_is_named(state):
     name = f"{LAYER}.weight.{BNB_STATE}"
-    with pytest.raises(ValueError, match=rf"^{name}: (does not hold JSON|must have )"):
+    with pytest.raises(ValueError, match=rf"^{name}: (does not hold JSON|must h|has a size that)"):
         assemble(bnb_tensors() | {name: np.frombuffer(state, np.uint8)}, BNB)
 
 
@@ -357,6 +367,12 @@ def test_a_state_that_says_too_little_is_named(state):
         (config(quant_method="awq"), "quant_method awq is not read"),
         (config(quant_method="fp8", weight_block_size=None), "must have a weight_block_size"),
         (config(quant_method="fp8", weight_block_size=[128, 128], fmt="e5m2"), "got e5m2"),
+        (config(quant_method="fp8", weight_block_size=[0, 128]), r"two numbers, got \[0, 128\]"),
+        (config(quant_method="fp8", weight_block_size=[[1], 128]), r"numbers, got \[\[1\], 128\]"),
+        (
+            config(quant_method="fp8", weight_block_size=[128, 128], modules_to_not_convert=5),
+            "modules_to_not_convert must be a list, got 5",
+        ),
         (config(quant_method="modelopt", quant_algo="FP8"), "quant_algo NVFP4, got FP8"),
         ({"quantization": {"quant_algo": "MIXED_PRECISION"}}, "got MIXED_PRECISION"),
         ({"quantization": {"quant_algo": "NVFP4", "group_size": 32}}, "group_size 16, got 32"),
