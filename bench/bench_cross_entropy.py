@@ -18,10 +18,10 @@ from surogate.kernels.cross_entropy import (
 )
 
 SIZES = [  # tokens of a chunk, vocabulary: no chunk fits an L2 cache
+    (2048, 151936),  # Qwen, 4096 tokens and more; then 32768 tokens
+    (4096, 151936),
+    (2048, 128256),  # Llama 3
     (4096, 49152),  # SmolLM2: two rows a multiprocessor
-    (1024, 128256),  # Llama 3
-    (1024, 151936),  # Qwen
-    (8192, 151936),
     (512, 262144),  # Gemma 3: a third of a row is read twice
 ]
 

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterator
 
+from bench.bench_fp8 import slot_of
 from bench.harness import Case
 from bench.inputs import random, rotated
+from surogate.kernels.fp8 import E4M3, E5M2, Cast
 from surogate.kernels.swiglu import SwiGLUResiduals, swiglu_bwd, swiglu_bwd_, swiglu_fwd
 
 TOKENS = (4096, 32768)
 FFN = (3072, 4864, 12288)  # Qwen3-0.6B, Qwen2.5-0.5B, Qwen3-8B
+CAST = (4096, 12288)  # the shape that is also tried with casts of y and of d_gate_up
 
 
 def cases() -> Iterator[Case]:
@@ -15,6 +18,7 @@ def cases() -> Iterator[Case]:
     for ffn in FFN:
         for tokens in TOKENS:
             yield from pair_cases(tokens, ffn)
+    yield from cast_cases(*CAST)
 
 
 def pair_cases(tokens: int, ffn: int) -> Iterator[Case]:
@@ -40,3 +44,21 @@ def pair_cases(tokens: int, ffn: int) -> Iterator[Case]:
             rotated(lambda run=run, recompute=recompute: backward(run, recompute), 3 * size),
             bytes=(5 + recompute) * size,
         )
+
+
+def cast_cases(tokens: int, ffn: int) -> Iterator[Case]:
+    """Forward and backward that also write the codes of what they make."""
+    name, size = f"{tokens} x {ffn}", tokens * ffn
+
+    def forward() -> Callable[[], object]:
+        gate_up = random(tokens, 2 * ffn)
+        cast = Cast.begin(slot_of(E4M3), (tokens, ffn), like=gate_up)
+        return lambda: swiglu_fwd(gate_up, cast=cast)
+
+    def backward() -> Callable[[], object]:
+        res, dy = SwiGLUResiduals(random(tokens, 2 * ffn)), random(tokens, ffn)
+        cast = Cast.begin(slot_of(E5M2), (tokens, 2 * ffn), like=dy)
+        return lambda: swiglu_bwd(res, dy, cast=cast)
+
+    yield Case(f"swiglu_fwd and codes {name}", rotated(forward, 4 * size), bytes=7 * size)
+    yield Case(f"swiglu_bwd and codes {name}", rotated(backward, 6 * size), bytes=12 * size)

@@ -149,7 +149,8 @@ def steps_table(results: Iterable[Result]) -> Table:
         if peers:
             cells.append(ratio(found))
         rows.append((shape, *our_cells(found.get(OURS)), *cells))
-    columns = ("step", "tokens/s", "of the ceiling", "speed of light", "memory", "host a step")
+    first = ("step", "tokens/s", "of the ceiling", "speed of light")
+    columns = (*first, "memory", "planned", "host a step")
     beside = (*(f"transformers, {peer}" for peer in peers), "against the best") if peers else ()
     return Table("Training steps", (*columns, *beside), rows)
 
@@ -157,12 +158,13 @@ def steps_table(results: Iterable[Result]) -> Table:
 def our_cells(result: Result | None) -> tuple[str, ...]:
     """Our part of a row, empty where only a peer was run."""
     if result is None:
-        return ("",) * 5
+        return ("",) * 6
     return (
         speed(result),
         percent(result.info("ceiling")),
         percent(result.info("speed_of_light")),
         memory(result),
+        f"{result.info('planned_gib'):.1f} GiB",
         f"{result.info('host_ms'):.2f} ms",
     )
 

@@ -149,6 +149,7 @@ ROWS = (
     Row("Qwen3-8B", "full", moments="bfloat16", recipe="fp8", steps=3),
     Row("Qwen3-8B", "lora", recipe="nf4", steps=3),
     Row("Qwen3-8B", "lora", recipe="fp8_blocks", steps=3),
+    Row("Qwen3-8B", "lora", rows=1, accumulation=1, recompute="block", recipe="nf4", steps=3),
     Row("Qwen2.5-0.5B", "full", rows=32, length=1024, accumulation=16, moments="bfloat16", steps=3),
     Row("Qwen2.5-1.5B", "full", rows=32, length=1024, accumulation=16, moments="bfloat16", steps=2),
 )

@@ -26,12 +26,14 @@ from surogate.models.blocks import Settings
 from surogate.models.config import ModelConfig
 from surogate.models.flops import training_flops
 from surogate.models.lora import LoraSpec, init_adapter
+from surogate.models.memory import memory_of
 from surogate.models.names import build
 from surogate.models.recipe import (
     Fp8Options,
     Fp8Recipe,
     Nvfp4Recipe,
     Nvfp4Settings,
+    Precision,
     Recipe,
     Scope,
     Storage,
@@ -39,6 +41,7 @@ from surogate.models.recipe import (
 from surogate.models.registry import lookup
 from surogate.models.stored_recipe import QuantizedRecipe
 from surogate.models.tree import Model
+from surogate.models.walk import CARD, Work
 from surogate.models.widen import Put, making_room
 from surogate.optim.adamw import AdamWConfig
 from surogate.step import StepOptions, TrainStep
@@ -114,21 +117,53 @@ def build_step(row: Row, device: Device, *, graphs: bool) -> TrainStep:
     return TrainStep(device, model, adapter, Settings(config, lora), optimizer, options, recipe)
 
 
-def recipe_of(row: Row, config: ModelConfig, device: Device) -> Recipe:
-    """A row's recipe, with the defaults of a configuration file."""
+def precision_of(row: Row) -> Precision | None:
+    """A row's recipe or storage, with the defaults of a configuration file; None: bf16."""
     if row.recipe == "bf16":
-        return Recipe()
-    if row.recipe.startswith("fp8") and row.recipe != "fp8_blocks":
-        scaling: Any = row.recipe.partition("_")[2] or "delayed"
-        return Fp8Recipe(config, Fp8Options(scaling=scaling), device.library)
+        return None
     if row.recipe == "nvfp4":
-        return Nvfp4Recipe(config, Nvfp4Settings(), device.library)
-    storage = {
+        return Nvfp4Settings()
+    storages = {
         "nf4": Storage("nf4", 64, True),
         "fp8_blocks": Storage("fp8", 128),
         "nvfp4_blocks": Storage("nvfp4"),
-    }[row.recipe]
-    return QuantizedRecipe(config, Scope(), storage)
+    }
+    if row.recipe in storages:
+        return storages[row.recipe]
+    scaling: Any = row.recipe.partition("_")[2] or "delayed"
+    return Fp8Options(scaling=scaling)
+
+
+def recipe_of(row: Row, config: ModelConfig, device: Device) -> Recipe:
+    """What a row's weights become."""
+    precision = precision_of(row)
+    if isinstance(precision, Storage):
+        return QuantizedRecipe(config, Scope(), precision)
+    if isinstance(precision, Fp8Options):
+        return Fp8Recipe(config, precision, device.library)
+    if isinstance(precision, Nvfp4Settings):
+        return Nvfp4Recipe(config, precision, device.library)
+    return Recipe()
+
+
+def planned_bytes(row: Row, step: TrainStep) -> int:
+    """What ``surogate plan`` says of a row."""
+    options, lora = step.options, step.settings.lora
+    work = Work(
+        config=step.settings.config,
+        lora=lora,
+        layout=CARD,
+        tokens=options.tokens,
+        longest=row.length,
+        recompute=row.recompute,
+        chunk=row.chunk,
+        gradient_dtype=options.gradient_dtype,
+        moment_dtype=BF16 if row.moments == "bfloat16" else F32,
+        masters=lora is not None,
+        widen=lora is not None,
+        recipe=precision_of(row),
+    )
+    return memory_of(work, graphs=options.graphs, evaluates=False).total
 
 
 def timed_steps(
@@ -198,6 +233,7 @@ def measure(row: Row, device: Device, *, graphs: bool) -> dict[str, Any]:
         "flops": flops.total,
         "host_ms": host * 1e3,
         "memory_gib": held / 2**30,
+        "planned_gib": planned_bytes(row, step) / 2**30,
         "loss": [losses[0], losses[-1]],
         "ready_s": ready,
     }

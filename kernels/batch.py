@@ -11,6 +11,7 @@ from jaxtyping import Int32
 from surogate.kernels.arrays import Array, require
 
 IGNORED = -100  # a label that is not supervised
+STAGED = 2  # copies of a micro-batch on a card, on their way to where the passes read it
 
 
 class Docs(NamedTuple):

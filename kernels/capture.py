@@ -3,11 +3,13 @@
 What changes between replays (tokens, learning rate, step number) lives in arrays that the caller
 writes in place; everything that the step allocates comes from a pool of the graph's own, so that
 its addresses stay the graph's. Measured on an H200: 1.1 us a kernel in a graph, 6.7 us of host time
-a launch without.
+a launch without; graph_nodes.py says what keeps the launch of a graph short.
 """
 
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
+
+from surogate.kernels.graph_nodes import executable
 
 T = TypeVar("T")
 
@@ -39,7 +41,8 @@ class Captured(Generic[T]):
             try:
                 self.outputs = step()
             finally:
-                self._graph = self._stream.end_capture()
+                recorded = self._stream.end_capture()
+        self._graph = executable(recorded)
         self._graph.upload(self._stream)
 
     def __call__(self) -> T:

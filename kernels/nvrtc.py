@@ -71,6 +71,7 @@ class Source:
     ) -> None:
         self.stem, self.instances, self.architectures = stem, instances, architectures
         self._functions: dict[Any, Any] = {}
+        self._shared: dict[Any, int] = {}  # dynamic shared memory that a function was promised
         SOURCES.append(self)
 
     def expressions(self) -> list[str]:
@@ -103,12 +104,14 @@ class Source:
         if Backend.launch is not None:
             Backend.launch(self, kernel, types, grid, block, args, shared)
             return
-        function = self._function(_expression(kernel, types), shared)
+        function = self.function(kernel, types, shared)
         function(grid, block, [_argument(a) for a in args], shared)
 
-    def _function(self, expression: str, shared: int) -> Any:
+    def function(self, kernel: str, types: tuple[str, ...], shared: int = 0) -> Any:
+        """An instance on the current card, promised so much dynamic shared memory."""
         import cupy
 
+        expression = _expression(kernel, types)
         key = (cupy.cuda.runtime.getDevice(), expression)
         if key not in self._functions:
             compiled = self.compile(architecture())
@@ -117,9 +120,10 @@ class Source:
             for name, mangled in compiled.names.items():
                 self._functions[key[0], name] = (module.get_function(mangled), module)
         function = self._functions[key][0]
-        if shared > 48 * 1024:
+        if shared > self._shared.get(key, 0):
             attribute = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             cupy.cuda.driver.funcSetAttribute(function.ptr, attribute, shared)
+            self._shared[key] = shared
         return function
 
     def compile(self, arch: str) -> Compiled:

@@ -340,7 +340,10 @@ def _sizes(res: QKNormRopeResiduals, x: Array, heads: int, kv_heads: int) -> lis
     return [tokens, heads, kv_heads, head_dim, half, *options]
 
 
-def _forward_kernel(res: QKNormRopeResiduals, qkv: Array, qk: Array) -> None:
+def _forward_kernel(
+    res: QKNormRopeResiduals, qkv: Array, qk: Array, *, direction: float = 1.0
+) -> None:
+    """``direction``: 1, or -1 for a rotation back."""
     layout = _chosen(res, FORWARD, qkv, qk)
     strides = [np.int64(token_stride("qk_norm_rope_fwd", a)) for a in (qk, qkv)]
     heads, kv_heads = res.heads, res.kv_heads
@@ -348,13 +351,14 @@ def _forward_kernel(res: QKNormRopeResiduals, qkv: Array, qk: Array) -> None:
         heads, kv_heads = heads + kv_heads, 0
     blocks = layout.split(len(qkv), heads, kv_heads)
     arrays = [qk, None if qk is qkv else qkv, res.q_weight, res.k_weight, *res.table, res.positions]
+    sizes = _sizes(res, qkv, heads, kv_heads)
     if len(qkv):
         SOURCE.launch(
             "qk_norm_rope_fwd",
             layout.types(qkv.dtype),
             sum(blocks),
             THREADS,
-            [*arrays, *strides, blocks[0], *_sizes(res, qkv, heads, kv_heads)],
+            [*arrays, *strides, blocks[0], *sizes, direction],
         )
 
 
@@ -365,11 +369,16 @@ def _backward_kernel(
     dqkv: Array,
     targets: tuple[Array | Frozen | None, Array | Frozen | None],
 ) -> tuple[Array | None, Array | None]:
+    if res.q_weight is None:
+        if dq is not None:
+            dqkv[:, : res.heads], dqkv[:, res.heads : res.heads + res.kv_heads] = dq, dk
+        _forward_kernel(res, dqkv, dqkv, direction=-1.0)
+        return None, None
     layout = _chosen(res, BACKWARD, dqkv, dq, dk)
     tokens, _, head_dim = dqkv.shape
     blocks = layout.split(tokens, res.heads, res.kv_heads)
     partial = None
-    if res.q_weight is not None and not all(isinstance(t, Frozen) for t in targets):
+    if not all(isinstance(t, Frozen) for t in targets):
         partial = empty((sum(blocks), head_dim), F32, like=dqkv)
     strides = [
         np.int64(0 if a is None else token_stride("qk_norm_rope_bwd", a))

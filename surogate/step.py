@@ -14,7 +14,7 @@ from jaxtyping import Float32
 from surogate.device import Device
 from surogate.kernels import tree
 from surogate.kernels.arrays import FROZEN
-from surogate.kernels.batch import IGNORED, Batch, Docs, equal_rows
+from surogate.kernels.batch import IGNORED, STAGED, Batch, Docs, equal_rows
 from surogate.kernels.capture import capture
 from surogate.kernels.grad_norm import grad_norm, grad_table
 from surogate.kernels.widened import Refresh, plain
@@ -281,22 +281,31 @@ def cupy_to_pinned(device: Device, x: Any, stream: Any) -> np.ndarray:
 
 
 class Feed:
-    """The micro-batch at a fixed place on the device, written from the host without waiting."""
+    """The micro-batch at a fixed place on the device, written from the host without waiting.
 
-    SLOTS = 8  # page-locked copies: how many micro-batches the host may run ahead
+    On a card, a stream of its own brings the next batch while the passes of this one run; theirs
+    then only moves it to its place.
+    """
+
+    AHEAD = 8  # page-locked copies: how many micro-batches the host may run ahead
 
     def __init__(self, device: Device, tokens: int) -> None:
         self._device = device
-        rows = device.library.zeros((5, tokens), np.int32)
-        self._rows = rows
+        zeros = device.library.zeros
+        self._rows = rows = zeros((5, tokens), np.int32)
         self.batch = Batch(rows[0], rows[1], rows[2], Docs(rows[3], rows[4]))
-        self._slots: deque[Any] = deque()
         if device.kind == "cuda":
             cuda = device.library.cuda
-            for _ in range(self.SLOTS):
+            self._stream = cuda.Stream(non_blocking=True)
+            self._pinned: deque[Any] = deque()  # arrays, and when they have been copied
+            for _ in range(self.AHEAD):
                 memory = cuda.alloc_pinned_memory(rows.nbytes)
                 host = np.frombuffer(memory, np.int32, rows.size).reshape(rows.shape)
-                self._slots.append((host, cuda.Event()))
+                self._pinned.append((host, cuda.Event(disable_timing=True)))
+            self._staged: deque[Any] = deque()  # arrays, and when they have been moved
+            for _ in range(STAGED):
+                self._staged.append((zeros(rows.shape, np.int32), cuda.Event(disable_timing=True)))
+            device.synchronize()  # the zeros were written by another stream
 
     def write(self, batch: Batch) -> None:
         """Puts a host batch at the fixed place, after everything that is already on the stream."""
@@ -305,14 +314,19 @@ class Feed:
             for row, field in zip(self._rows, fields, strict=True):
                 row[...] = field
             return
-        host, event = self._slots[0]
-        self._slots.rotate(-1)
-        event.synchronize()
+        (host, copied), (staged, moved) = self._pinned[0], self._staged[0]
+        self._pinned.rotate(-1)
+        self._staged.rotate(-1)
+        copied.synchronize()
         for row, field in zip(host, fields, strict=True):
             row[...] = field
+        self._stream.wait_event(moved)
+        staged.set(host, stream=self._stream)
+        copied.record(self._stream)
         stream = self._device.library.cuda.get_current_stream()
-        self._rows.set(host, stream=stream)
-        event.record(stream)
+        stream.wait_event(copied)
+        self._rows.data.copy_from_device_async(staged.data, staged.nbytes, stream)
+        moved.record(stream)
 
 
 def padding(tokens: int, longest: int) -> Batch:

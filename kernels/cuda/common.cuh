@@ -36,6 +36,29 @@ __device__ __forceinline__ uint32_t pack_bf16(float lo, float hi) {
     return *reinterpret_cast<uint32_t*>(&both);
 }
 
+// Of two bf16 numbers in a word each: the larger magnitudes, where NaN is the largest and the sign of a result means
+// nothing; the smaller numbers, of NaN and a number the number; products, and products with a sum, rounded once.
+__device__ __forceinline__ uint32_t bits_of(__nv_bfloat162 x) { return *reinterpret_cast<uint32_t*>(&x); }
+__device__ __forceinline__ __nv_bfloat162 bf16x2_of(uint32_t x) { return *reinterpret_cast<__nv_bfloat162*>(&x); }
+__device__ __forceinline__ uint32_t max_magnitudes(uint32_t x, uint32_t y) {
+#if __CUDA_ARCH__ >= 860
+    uint32_t most;
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(x), "r"(y));
+    return most;
+#else
+    return bits_of(__hmax2_nan(__habs2(bf16x2_of(x)), __habs2(bf16x2_of(y))));
+#endif
+}
+__device__ __forceinline__ uint32_t min_bf16x2(uint32_t x, uint32_t y) {
+    return bits_of(__hmin2(bf16x2_of(x), bf16x2_of(y)));
+}
+__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t x, uint32_t y) {
+    return bits_of(__hmul2(bf16x2_of(x), bf16x2_of(y)));
+}
+__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t x, uint32_t y, uint32_t z) {
+    return bits_of(__hfma2(bf16x2_of(x), bf16x2_of(y), bf16x2_of(z)));
+}
+
 template <typename T> __device__ __forceinline__ T warp_shfl_xor(T value, int mask) {
     return __shfl_xor_sync(0xffffffffu, value, mask);
 }
@@ -179,4 +202,10 @@ __device__ __forceinline__ float block_max(float value) {
     if (lane == 0) partial[warp] = value;
     __syncthreads();
     return warp_max(lane < warps ? partial[lane] : -INFINITY);
+}
+
+// Waits until no more than `left` of the thread's last groups of copies are on their way; left is at most MOST.
+template <int MOST> __device__ __forceinline__ void cp_async_wait_all_but(int left) {
+    if (MOST == 0 || left == MOST) cp_async_wait<MOST>();
+    else if constexpr (MOST > 0) cp_async_wait_all_but<MOST - 1>(left);
 }

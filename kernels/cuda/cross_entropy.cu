@@ -247,8 +247,11 @@ __global__ void __launch_bounds__(1024, 1)
         cp_async_commit();
     }
     add_kept(split);
-    cp_async_wait<LAG>();
-    for (int p = 0; p < PORTIONS - LAG; ++p) add_portion(split, p);
+#pragma unroll
+    for (int p = 0; p < PORTIONS - LAG; ++p) {
+        cp_async_wait_all_but<PORTIONS - 1>(PORTIONS - 1 - p);
+        add_portion(split, p);
+    }
     add_rest(row, split);
 
     for (int turn = 0; token < tokens; turn ^= 1) {

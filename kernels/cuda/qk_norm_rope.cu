@@ -1,4 +1,5 @@
-// RMSNorm of each query and key head and its rotation, and back.
+// RMSNorm of each query and key head and its rotation, and back. Without a norm, the way back is the forward one
+// with the angles' opposite.
 //
 // A head lies on a team of LANES lanes (a power of two), each with SLOTS slots of two packs of N values. A
 // team takes an item at a time: HEADS neighbouring heads of one token, so that the angles are read once for
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(LAUNCH_THREADS, RESIDENT)
                      const int* __restrict__ positions,   // (tokens,)
                      int64_t qk_stride, int64_t qkv_stride,  // between tokens
                      int q_blocks, int tokens, int heads, int kv_heads, int any_dim, int any_half, float eps,
-                     float offset) {
+                     float offset, float direction) {
     const int head_dim = DIM ? DIM : any_dim, half = DIM ? DIM / 2 : any_half;
     bool keys = blockIdx.x >= q_blocks;
     int count = keys ? kv_heads : heads, skipped = (keys ? heads : 0) * head_dim;
@@ -173,7 +174,7 @@ __global__ void __launch_bounds__(LAUNCH_THREADS, RESIDENT)
                     lo[j] = value[u].low[i].get(j) * r[u] * scale.low[i][j];
                     hi[j] = value[u].high[i].get(j) * r[u] * scale.high[i][j];
                 }
-                rotate<N>(lo, hi, angles.cos[i], angles.sin[i], 1.0f);
+                rotate<N>(lo, hi, angles.cos[i], angles.sin[i], direction);
                 value[u].low[i].set(lo);
                 value[u].high[i].set(hi);
             }
@@ -218,7 +219,7 @@ __global__ void __launch_bounds__(LAUNCH_THREADS, RESIDENT)
                      const T* dq,                        // (tokens, heads, head_dim), or null: dq and dk in dqkv
                      const T* dk,                        // (tokens, kv_heads, head_dim)
                      const T* __restrict__ qkv,          // (tokens, heads + 2 * kv_heads, head_dim)
-                     const T* __restrict__ q_weight,     // (head_dim,), or null: no norm, and no qkv
+                     const T* __restrict__ q_weight,     // (head_dim,)
                      const T* __restrict__ k_weight,     // (head_dim,)
                      const float* __restrict__ cos,      // (max_positions, half)
                      const float* __restrict__ sin,      // (max_positions, half)
@@ -242,7 +243,7 @@ __global__ void __launch_bounds__(LAUNCH_THREADS, RESIDENT)
         bool present = walk.token < tokens && walk.head() + u < count;
         int first = walk.head() * head_dim;
         grad[u].load(grads + walk.token * grads_stride + first + u * head_dim, at, present);
-        if (q_weight) value[u].load(values + walk.token * qkv_stride + first + u * head_dim, at, present);
+        value[u].load(values + walk.token * qkv_stride + first + u * head_dim, at, present);
     };
 #pragma unroll
     for (int u = 0; u < HEADS; ++u) load(u);
@@ -263,38 +264,35 @@ __global__ void __launch_bounds__(LAUNCH_THREADS, RESIDENT)
         int left = walk.token < tokens ? count - walk.head() : 0;
         walk.next();
         if (walk.token < tokens) position = positions[walk.token];
-        if (q_weight) {
-            float sums[2 * HEADS];  // of squares, then of d w x
-#pragma unroll
-            for (int u = 0; u < HEADS; ++u) {
-                float square = 0.0f, dot = 0.0f;
-                for (int i = 0; i < SLOTS; ++i)
-                    for (int j = 0; j < N; ++j) {
-                        float a = value[u].low[i].get(j), b = value[u].high[i].get(j);
-                        square += a * a + b * b;
-                        dot += lo[u][i][j] * scale.low[i][j] * a;
-                        dot += hi[u][i][j] * scale.high[i][j] * b;
-                    }
-                sums[u] = square, sums[HEADS + u] = dot;
-            }
-            team_sums<LANES>(sums);
-#pragma unroll
-            for (int u = 0; u < HEADS; ++u) {
-                float r = reciprocal_root<T>(sums[u] * per_column + eps);
-                float c = r * r * (sums[HEADS + u] * per_column);
-                for (int i = 0; i < SLOTS; ++i)
-                    for (int j = 0; j < N; ++j) {
-                        float a = value[u].low[i].get(j), b = value[u].high[i].get(j);
-                        share_low[i][j] += lo[u][i][j] * (a * r);
-                        share_high[i][j] += hi[u][i][j] * (b * r);
-                        lo[u][i][j] = r * (lo[u][i][j] * scale.low[i][j] - a * c);
-                        hi[u][i][j] = r * (hi[u][i][j] * scale.high[i][j] - b * c);
-                    }
-            }
-        }
+        float sums[2 * HEADS];  // of squares, then of d w x
 #pragma unroll
         for (int u = 0; u < HEADS; ++u) {
-            for (int i = 0; i < SLOTS; ++i) grad[u].low[i].set(lo[u][i]), grad[u].high[i].set(hi[u][i]);
+            float square = 0.0f, dot = 0.0f;
+            for (int i = 0; i < SLOTS; ++i)
+                for (int j = 0; j < N; ++j) {
+                    float a = value[u].low[i].get(j), b = value[u].high[i].get(j);
+                    square += a * a + b * b;
+                    dot += lo[u][i][j] * scale.low[i][j] * a;
+                    dot += hi[u][i][j] * scale.high[i][j] * b;
+                }
+            sums[u] = square, sums[HEADS + u] = dot;
+        }
+        team_sums<LANES>(sums);
+#pragma unroll
+        for (int u = 0; u < HEADS; ++u) {
+            float r = reciprocal_root<T>(sums[u] * per_column + eps);
+            float c = r * r * (sums[HEADS + u] * per_column);
+            for (int i = 0; i < SLOTS; ++i) {
+                for (int j = 0; j < N; ++j) {
+                    float a = value[u].low[i].get(j), b = value[u].high[i].get(j);
+                    share_low[i][j] += lo[u][i][j] * (a * r);
+                    share_high[i][j] += hi[u][i][j] * (b * r);
+                    lo[u][i][j] = r * (lo[u][i][j] * scale.low[i][j] - a * c);
+                    hi[u][i][j] = r * (hi[u][i][j] * scale.high[i][j] - b * c);
+                }
+                grad[u].low[i].set(lo[u][i]);
+                grad[u].high[i].set(hi[u][i]);
+            }
             grad[u].store(out + u * head_dim, at, u < left);
             load(u);
         }

@@ -41,7 +41,7 @@ def step(*arguments: str) -> dict[str, Any]:
         "memory_gib": 8.0,
         **FACTS,
     }
-    return found if peer else {**found, "speed_of_light": 0.5, "host_ms": 0.25}
+    return found if peer else {**found, "speed_of_light": 0.5, "planned_gib": 7.5, "host_ms": 0.25}
 
 
 def pytest_configure() -> None:

@@ -49,9 +49,9 @@ SMALL: dict[str, tuple[str, tuple, dict[str, Any]]] = {
     "nvfp4": ("cast_cases", (16, 64), {}),
     "qk_norm_rope": ("pair_cases", (4, 2, 1, 8, True), {}),
     "quant": ("format_cases", ("w", 8, 64, 4.5, {"format": "nf4"}), {}),
-    "rmsnorm": ("pair_cases", (4, 8), {}),
+    "rmsnorm": ("cases", (), {"SHAPES": [(4, 8)], "CAST": (16, 32)}),
     "rope": ("pair_cases", (4, 2, 8), {}),
-    "swiglu": ("pair_cases", (4, 8), {}),
+    "swiglu": ("cases", (), {"TOKENS": (4,), "FFN": (8,), "CAST": (16, 32)}),
     "widened": (
         "cases",
         (),
@@ -102,7 +102,7 @@ def small_cases(op: str, monkeypatch: pytest.MonkeyPatch) -> Iterator:
     """The cases of an op over NumPy arrays of small sizes."""
     function, arguments, tables = SMALL[op]
     monkeypatch.setattr(inputs, "COLD", 1)
-    for name in {op, "linear", "rope", "adamw"}:  # modules that others take helpers from
+    for name in {op, "linear", "rope", "adamw", "fp8"}:  # modules that others take helpers from
         module = module_of(name)
         for attribute, value in (("cupy", HOST_CUPY), ("random", host_random)):
             if hasattr(module, attribute):

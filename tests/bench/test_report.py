@@ -90,7 +90,10 @@ def test_a_peer_without_us_has_no_ratio(tmp_path):
 @pytest.mark.parametrize(
     ("group", "key"),
     [("steps", key) for key in ("shape", "variant", "tokens_per_second", "ceiling", "memory_gib")]
-    + [("steps", key) for key in ("speed_of_light", "host_ms", "card", "commit", "versions")]
+    + [
+        ("steps", key)
+        for key in ("speed_of_light", "planned_gib", "host_ms", "card", "commit", "versions")
+    ]
     + [("ops", key) for key in ("case", "rate", "share", "card", "commit", "versions")]
     + [("ops", "equal_copy")]
     + [("gemm", key) for key in ("shape", "product", "rate", "share", "ceilings")],

@@ -130,5 +130,5 @@ def test_a_row_is_measured(mode, on_host):
     assert len(found["seconds"]) == 2 and found["memory_gib"] == 3
     assert found["tokens_per_second"] == pytest.approx(64 / np.median(found["seconds"]))
     assert 0 < found["speed_of_light"] < 1 and 0 < found["ceiling"] < 1
-    assert found["host_ms"] > 0
+    assert found["host_ms"] > 0 and found["planned_gib"] > 0
     assert np.isfinite(found["loss"]).all()

@@ -31,6 +31,27 @@ __device__ __forceinline__ uint32_t pack_bf16(float lo, float hi) {
     return from_float<bf16>(lo).bits | uint32_t(from_float<bf16>(hi).bits) << 16;
 }
 
+template <typename F> __device__ __forceinline__ uint32_t emulated_bf16x2(uint32_t x, uint32_t y, F combine) {
+    return pack_bf16(combine(__uint_as_float(x << 16), __uint_as_float(y << 16)),
+                     combine(__uint_as_float(x & 0xffff0000u), __uint_as_float(y & 0xffff0000u)));
+}
+__device__ __forceinline__ uint32_t max_magnitudes(uint32_t x, uint32_t y) {
+    return emulated_bf16x2(x, y, [](float a, float b) { return a != a ? a : b != b ? b : fmaxf(fabsf(a), fabsf(b)); });
+}
+__device__ __forceinline__ uint32_t min_bf16x2(uint32_t x, uint32_t y) {
+    return emulated_bf16x2(x, y, [](float a, float b) { return fminf(a, b); });
+}
+__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t x, uint32_t y) {
+    return emulated_bf16x2(x, y, [](float a, float b) { return a * b; });
+}
+// In double the product is exact, and so is the sum where no operand is 2^29 times another: all that is asked for here.
+__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t x, uint32_t y, uint32_t z) {
+    auto one = [](uint32_t a, uint32_t b, uint32_t c) {
+        return float(double(__uint_as_float(a)) * double(__uint_as_float(b)) + double(__uint_as_float(c)));
+    };
+    return pack_bf16(one(x << 16, y << 16, z << 16), one(x & 0xffff0000u, y & 0xffff0000u, z & 0xffff0000u));
+}
+
 // ex2.approx.ftz: subnormal inputs and results are zero.
 __device__ __forceinline__ float fast_exp2(float x) {
     float y = exp2f(x);

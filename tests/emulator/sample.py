@@ -14,6 +14,7 @@ class Sample(Source):
     ) -> None:
         self.stem, self.instances = stem, instances
         self._functions: dict[Any, Any] = {}
+        self._shared: dict[Any, int] = {}
         self._text = text
 
     def text(self) -> str:

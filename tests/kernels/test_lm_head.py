@@ -202,9 +202,10 @@ def test_logits(dtype, device):
 
 
 def test_default_chunk():
-    # 512 MiB hold 1766 rows of 151936 in bf16, 1280 MiB hold 4416
-    assert default_chunk(4096, 151936, 2) == 1024
+    # 640 MiB hold 2208 rows of 151936 in bf16, 1280 MiB hold 4416
+    assert default_chunk(4096, 151936, 2) == 2048
     assert default_chunk(16384, 151936, 2) == 2048
+    assert default_chunk(32768, 151936, 2) == 4096
     assert default_chunk(1 << 20, 151936, 2) == 4096
     assert default_chunk(1 << 20, 49152, 2) == 8192
     assert default_chunk(100, 151936, 2) == 100

@@ -256,13 +256,13 @@ def test_step_holds_weights_gradients_and_two_moments_and_no_more(folders):
         assert mine is theirs
 
 
-def packed(lengths: list[int], *, seed: int = 0) -> tuple[Batch, list[Batch]]:
+def packed(lengths: list[int], *, tokens: int = TOKENS, seed: int = 0) -> tuple[Batch, list[Batch]]:
     """Documents in one batch, and each alone in a batch that padding fills."""
     rng = np.random.default_rng(seed)
     texts = [rng.integers(0, VOCAB, n).tolist() for n in lengths]
     alone = []
     for text in texts:
-        rest = TOKENS - len(text)
+        rest = tokens - len(text)
         batch = surogate.batch([text, [0] * rest] if rest else [text])
         batch.labels[len(text) :] = IGNORED
         alone.append(batch)
@@ -302,6 +302,26 @@ def test_documents_give_what_each_gives_alone(folders, monkeypatch, lengths, lon
     assert one.count == each.count and one.loss == pytest.approx(each.loss, rel=1e-6)
     logprobs = train_step(model, longest=longest).logprobs(together)
     assert -logprobs.sum() == pytest.approx(one.nll, rel=1e-6)
+
+
+def test_a_token_weighs_the_same_in_any_micro_batch(folders):
+    """10 and 100 targets, together and as two micro-batches: the loss is the sum over 110. In the
+    mean of two means a target of the short document would count 5.5 times as much.
+    """
+    model = loaded(folders("qwen3"), lora=False)
+    together, alone = packed([11, 101], tokens=112)
+    whole, apart = train_step(model, tokens=112), train_step(model, tokens=112)
+    short, long = (-float(whole.logprobs(batch).sum()) for batch in alone)
+    assert abs(short / 10 - long / 100) > 0.01
+    whole.micro(together)
+    for batch in alone:
+        apart.micro(batch)
+    for got, want in zip(tree.leaves(apart.grads), tree.leaves(whole.grads), strict=True):
+        close(got, want, "float32", terms=112, roundings=64)
+    for step in (whole, apart):
+        result = step.update(0.01).result()
+        assert result.count == 110
+        assert result.loss == pytest.approx((short + long) / 110, rel=1e-6)
 
 
 @pytest.mark.parametrize("tokens,longest", [(48, 48), (48, 20), (7, 1)])
