@@ -5,7 +5,8 @@
 E4M3 (largest 448) is for weights and activations, E5M2 (57344) for gradients; ``limit`` is the
 largest over 2^margin. amax is one of:
 
-    delayed   the largest |x| of the last steps: known beforehand, so that x is read once
+    delayed   the largest |x| of the last steps: known beforehand, so that x is read once, or not at
+              all where the op that makes it also makes its codes (``Cast``)
     tensor    the largest |x| of this x: read twice
     row       the largest |x| of each row: read twice, and the scale of a row is its own
 
@@ -224,6 +225,53 @@ class Slot(NamedTuple):
         """[1]: the largest |x| of the step so far."""
         return self.state._amax[self.index : self.index + 1]
 
+    @property
+    def record(self) -> Any:
+        """amax, where casts leave a trace; else None."""
+        return self.amax if self.state._recording else None
+
+
+class Cast(NamedTuple):
+    """Codes that the op which makes x writes beside it: those of fp8_cast, without its read of x.
+
+    ``begin`` makes room for them, the op takes the ``Cast`` as a setting, and then ``codes`` hold x
+    as the op rounded it.
+    """
+
+    slot: Slot
+    codes: Codes  # as x lies, not transposed
+
+    @classmethod
+    def begin(cls, slot: Slot, shape: tuple[int, int], *, like: Any) -> "Cast | None":
+        """A cast of an x of this shape, beside ``like``; None where the scale is not known before x
+        is: then fp8_cast has to look at x.
+        """
+        if slot.state.scaling != "delayed" or slot.state._calibrating:
+            return None
+        _check_sizes("Cast.begin", shape)
+        return cls(slot, Codes(slot.form, empty(shape, np.uint8, like=like), None, slot.inverse))
+
+    def on_host(self, x: Any) -> None:
+        """The host version of an op casts its x afterwards."""
+        fp8_cast(x, self.slot, out=self.codes)
+
+
+def kernel_cast(cast: Cast | None, name: str, x: Any, *, fits: bool) -> tuple[str, Any, Any, Any]:
+    """(template argument, codes, amax, scale) for a kernel that makes x: Cast in cuda/fp8.cuh.
+
+    ``fits``: the kernel moves x, and what it is made of, in packs of 16 bytes.
+    """
+    if cast is None:
+        return "void", None, None, None
+    codes, slot = cast.codes.rows, cast.slot
+    assert codes is not None
+    require(
+        fits and x.dtype == BF16 and x.shape == codes.shape,
+        f"{name}: takes a cast of bfloat16{codes.shape} beside rows at multiples of 16 bytes, "
+        f"got {describe(x)}",
+    )
+    return slot.form.types[0], codes, slot.record, slot.scale
+
 
 def limit_of(form: Form, margin: int) -> float:
     """The largest code over 2^margin."""
@@ -256,16 +304,13 @@ def fp8_cast(
     """
     state = slot.state
     scaling = scaling or state.scaling
-    require(
-        x.ndim == 2 and not (x.shape[0] % MULTIPLE or x.shape[1] % MULTIPLE),
-        f"fp8_cast: both sizes must be multiples of {MULTIPLE}, got {describe(x)}",
-    )
+    _check_sizes("fp8_cast", x.shape)
     if scaling == "row":
         require(rows != turned, "fp8_cast: with row scaling, ask for rows or for turned")
         return _cast_rows(x, slot, turned, out)
     if state._calibrating or scaling == "tensor":
         _scale_now(x, slot, keep=state._calibrating)
-    record = slot.amax if state._recording and scaling == "delayed" else None
+    record = slot.record if scaling == "delayed" else None
     if on_device(x):
         return _launch(x, slot, rows, turned, record, out)
     value = upcast(x)
@@ -278,6 +323,13 @@ def fp8_cast(
         placed(codes, out and out.rows) if rows else None,
         placed(np.ascontiguousarray(codes.T), out and out.turned) if turned else None,
         slot.inverse,
+    )
+
+
+def _check_sizes(name: str, shape: tuple[int, ...]) -> None:
+    require(
+        len(shape) == 2 and not any(size % MULTIPLE for size in shape),
+        f"{name}: both sizes must be multiples of {MULTIPLE}, got {shape}",
     )
 
 

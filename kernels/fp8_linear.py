@@ -11,6 +11,10 @@ row scaling dW is a bfloat16 product, since the scales of tokens cannot be taken
 tokens.
 
 Backward needs x for an adapter, and its transposed codes for dW: half of what x itself would take.
+
+Where the scale is known and no transposed codes are wanted, the op that makes x, or dy, can write
+the codes in the same pass (``input_cast``, ``gradient_cast``), which saves a read of it and a
+launch. With transposed codes it would save no read: the cast that makes both stays.
 """
 
 from dataclasses import dataclass
@@ -19,7 +23,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Float
 
 from surogate.kernels.arrays import FROZEN, Array, destination, require
-from surogate.kernels.fp8 import MULTIPLE, Codes, Slot, fp8_cast
+from surogate.kernels.fp8 import MULTIPLE, Cast, Codes, Slot, fp8_cast
 from surogate.kernels.fp8_matmul import fp8_matmul
 from surogate.kernels.linear import (
     NEEDS_X,
@@ -103,6 +107,18 @@ class Fp8Weight(RecipeWeight):
         """Of the codes."""
         return 2 * self.shape[0] * self.shape[1]
 
+    def input_cast(self, like: Any, *, keep_x: bool) -> Cast | None:
+        """None where the cast also makes transposed codes, see the head of this file."""
+        if not self.products.forward or (_turned(self) and keep_x):
+            return None
+        return Cast.begin(self.slots.x, (len(like), self.shape[1]), like=like)
+
+    def gradient_cast(self, like: Any) -> Cast | None:
+        """None where the cast also makes transposed codes, see the head of this file."""
+        if not self.products.dgrad or _turned(self):
+            return None
+        return Cast.begin(self.slots.dy, (len(like), self.shape[0]), like=like)
+
     def recast_(self) -> None:
         """Brings the codes up to date with a weight that has changed."""
         assert self.weight is not None, "a frozen weight does not change"
@@ -142,14 +158,15 @@ def fp8_linear_fwd(
     parts: Parts = (),
     scale: float = 1.0,
     keep_x: bool = True,
+    cast: Cast | None = None,
 ) -> tuple[Float[Array, "tokens outer"], Fp8LinearResiduals]:
     """linear_fwd of a weight in codes."""
     if lora is not None:
         parts = checked_parts(lora, parts, *weight.shape)
     turned = _turned(weight) and keep_x
     forward = weight.products.forward
-    codes = None
-    if forward or turned:
+    codes = None if cast is None else cast.codes
+    if codes is None and (forward or turned):
         codes = fp8_cast(x, weight.slots.x, rows=forward, turned=turned)
     t = y = None
     if lora is not None:
@@ -213,6 +230,7 @@ def fp8_linear_bwd(
     into: LinearInto,
     need_dx: bool = True,
     x: Float[Array, "tokens inner"] | None = None,
+    cast: Cast | None = None,
 ) -> tuple[Any, Any, Any, LoRA | None, Any]:
     """linear_bwd of a weight in codes."""
     weight, lora = res.weight, res.lora
@@ -220,8 +238,8 @@ def fp8_linear_bwd(
     need_dweight = weight.trained and into.weight is not FROZEN
     turned = need_dweight and _turned(weight)
     dgrad = need_dx and weight.products.dgrad
-    codes = None
-    if dgrad or turned:
+    codes = None if cast is None else cast.codes
+    if codes is None and (dgrad or turned):
         codes = fp8_cast(dy, weight.slots.dy, rows=dgrad, turned=turned)
     dt = dx = None
     if lora is not None and (need_dx or not is_frozen(into.lora, "a")):

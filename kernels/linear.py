@@ -41,6 +41,7 @@ from surogate.kernels.arrays import (
     upcast,
     zeros,
 )
+from surogate.kernels.fp8 import Cast
 from surogate.kernels.matmul import matmul
 from surogate.kernels.nvrtc import THREADS, Source, ctype, vector_width
 from surogate.kernels.pair import Pair
@@ -104,6 +105,26 @@ class RecipeWeight(ABC):
     def stored(self) -> Array:
         """An array that tells this weight from another: its codes, or some of them."""
 
+    def input_cast(self, like: Any, *, keep_x: bool) -> Cast | None:
+        """The weight's answer to ``input_cast`` below."""
+        return None
+
+    def gradient_cast(self, like: Any) -> Cast | None:
+        """The weight's answer to ``gradient_cast`` below."""
+        return None
+
+
+def input_cast(weight: Any, like: Float[Array, "tokens _"], *, keep_x: bool = True) -> Cast | None:
+    """What the op that makes x, of as many rows as ``like``, casts for linear_fwd with this weight
+    and ``keep_x``; None where linear_fwd casts x itself, or does not.
+    """
+    return weight.input_cast(like, keep_x=keep_x) if isinstance(weight, RecipeWeight) else None
+
+
+def gradient_cast(weight: Any, like: Float[Array, "tokens _"]) -> Cast | None:
+    """What the op that makes dy casts for linear_bwd; None where linear_bwd does, or nobody."""
+    return weight.gradient_cast(like) if isinstance(weight, RecipeWeight) else None
+
 
 class LinearResiduals(NamedTuple):
     """``x`` is None when the caller will bring it back; ``t`` is x A^T.
@@ -131,6 +152,7 @@ def linear_fwd(
     parts: Parts = (),
     scale: float = 1.0,
     keep_x: bool = True,
+    cast: Cast | None = None,
 ) -> tuple[Float[Array, "tokens outer"], Any]:
     """Returns y, and what linear_bwd needs.
 
@@ -140,11 +162,12 @@ def linear_fwd(
 
     A widened weight must hold ``lora`` and ``scale`` already (``Refresh``), whose values are not
     read here; without ``lora`` it is W alone. Room behind x is overwritten.
+
+    ``cast`` is what ``input_cast`` gave, done by the op that made x.
     """
     if isinstance(weight, RecipeWeight):
-        return weight.linear.fwd(
-            x, weight, bias, lora, residual, parts=parts, scale=scale, keep_x=keep_x
-        )
+        settings: dict[str, Any] = {"parts": parts, "scale": scale, "keep_x": keep_x}
+        return weight.linear.fwd(x, weight, bias, lora, residual, **settings, **_given(cast))
     if lora is not None:
         parts = checked_parts(lora, parts, *weight.shape)
     if lora is not None and isinstance(weight, Widened):
@@ -156,6 +179,11 @@ def linear_fwd(
     assert not isinstance(weight, RecipeWeight)
     kept = x if keep_x else None
     return y, LinearResiduals(kept, weight, bias, lora, t, parts, scale, residual is not None)
+
+
+def _given(cast: Cast | None) -> dict[str, Cast]:
+    """The setting of a pair whose weight asked for a cast; others have none of this name."""
+    return {} if cast is None else {"cast": cast}
 
 
 def linear_residuals(
@@ -189,6 +217,7 @@ def linear_bwd(
     into: LinearInto | None = None,
     need_dx: bool = True,
     x: Float[Array, "tokens inner"] | None = None,
+    cast: Cast | None = None,
 ) -> tuple[
     Float[Array, "tokens inner"] | None,
     Float[Array, "outer inner"] | None,
@@ -199,11 +228,12 @@ def linear_bwd(
     """Returns (dx, dweight, dbias, dlora, dresidual): None for what is absent, frozen or unneeded.
 
     ``x`` is the input, for residuals that left it out. Fresh gradients have their parameter's type.
+    ``cast`` is what ``gradient_cast`` gave, done by the op that made dy.
     """
     into = LinearInto() if into is None else into
     if isinstance(res.weight, RecipeWeight):
         found: tuple[Any, Any, Any, Any, Any] = res.weight.linear.bwd(
-            res, dy, into=into, need_dx=need_dx, x=x
+            res, dy, into=into, need_dx=need_dx, x=x, **_given(cast)
         )
         return found
     x = res.x if x is None else x

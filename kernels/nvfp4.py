@@ -3,7 +3,7 @@
 A matrix is cut along the axis that a product sums over, into blocks of 16 values. With amax the
 largest magnitude of the matrix, and most that of a block:
 
-    up    = target * limit / amax                 float32, one a matrix (1 if amax is 0, inf or NaN)
+    up    = target * limit / amax                 float32, one a matrix
     scale = E4M3(most * up / target)              one a block
     q     = E2M1(x * up / scale)                  x is about  q * scale * amax / (target * limit)
 
@@ -16,14 +16,17 @@ target is what a block's largest value becomes, limit the largest scale:
                                    the first if they are equal
     stochastic        96/17, 448   a scale that is rounded down, by 1/17 at most, then leaves
                                    nothing above 6 to be clipped: q is unbiased. Subnormal scales
-                                   are rounded up for the same end
+                                   are rounded up for the same end. 16 random bits an element:
+                                   x is first rounded to 2^-16 of a step
 
-A scale of zero (most is below 2.2e-6 of amax) has codes of zero. Blocks are 1x16, or 16x16 for
-weights: then the cast of the transpose is the transpose of the cast, bit for bit.
+up is 1 if amax is inf, NaN or at most 2^-104: what is so small becomes zeros. A scale of zero (most
+is below 2.2e-6 of amax) has codes of zero; four over six then takes the other scale. Blocks are
+1x16, or 16x16 for weights: then the cast of the transpose is the transpose of the cast, bit for
+bit.
 
 Both operands of a weight gradient are cast along tokens after x -> R x in groups of 16 tokens, with
 R = H16 diag(signs) / 4, H16 Sylvester's Hadamard matrix: as R^T R = 1 it cancels in the product,
-and spreads an outlier over its block. The transformed values are rounded to bf16; amax is theirs.
+and spreads an outlier over its block. 4 R x is rounded to bf16; amax is that of R x.
 
 Emulation. q * scale is exact in bf16 and a product of two such numbers in float32, so a bf16
 product of ``values`` times alpha = amax_a amax_b / (range_a range_b), range = target * limit, is
@@ -59,11 +62,10 @@ from surogate.kernels.nvfp4_host import (
     NEAREST,
     STOCHASTIC,
     Scaling,
-    hadamard,
     quantise,
-    rounded_to_bf16,
     scale_bytes,
     tile_scales,
+    transformed,
     untile_scales,
 )
 from surogate.kernels.nvfp4_host import amax as host_amax
@@ -72,7 +74,9 @@ from surogate.kernels.quant.codes import E2M1, E4M3, codes_of, pack, unpack, val
 from surogate.kernels.rounding import random_bits
 
 TOKENS = 32  # a cast along tokens is padded with zeros to a multiple: 16 bytes of codes
-PANEL_ROWS, PANEL_COLUMNS, SPAN = 16, 64, 128  # as nvfp4.cu has them
+PANEL_ROWS, PANEL_COLUMNS, PANELS = 16, 64, 2  # as nvfp4.cu has them
+TOKEN_COLUMNS, SPAN = 64, 256
+PHILOX_ROUNDS = 7  # of the random bits: the least that pass the tests of randomness
 SIGNS = 0xD7E8  # of the Hadamard transform: bit i set changes the sign of token i of each 16
 ALONG_COLUMNS, ALONG_TOKENS = 3, 4  # roles of random bits, beside those of rounding.py
 _BOTH = (False, True)
@@ -150,10 +154,11 @@ def nvfp4_amax(
     if not on_device(x):
         return host_amax(x, signs)
     most = zeros((1 if signs is None else 2,), F32, like=x)
-    panels = -(-tokens // PANEL_ROWS) * -(-columns // PANEL_COLUMNS)
+    wide = PANEL_COLUMNS if signs is None else TOKEN_COLUMNS
+    panels = -(-tokens // PANEL_ROWS) * -(-columns // wide)
     grid = min(8 * multiprocessors(), -(-panels // (THREADS // 32)))
     if grid:
-        args = [most, x, np.int64(row_stride("x", x)), tokens, columns, np.uint32(signs or 0)]
+        args = [most, x, row_stride("x", x), tokens, columns, np.uint32(signs or 0)]
         SOURCE.launch("nvfp4_amax", _types(signs is not None), grid, THREADS, args)
     return most
 
@@ -195,10 +200,10 @@ def nvfp4_cast(
     types = _types(tall, four_over_six, draw is not None, cast.codes is None)
     if x.size:
         args = [
-            cast.values, cast.codes, cast.scales, x, np.int64(row_stride("x", x)), amax,
+            cast.values, cast.codes, cast.scales, x, row_stride("x", x), amax,
             *_draw_arguments(draw, ALONG_COLUMNS), rows, columns, *_scaling_arguments(scaling),
         ]  # fmt: skip
-        grid = (-(-rows // PANEL_ROWS), -(-columns // (THREADS // 32 * PANEL_COLUMNS)))
+        grid = (-(-rows // (PANELS * PANEL_ROWS)), -(-columns // (THREADS // 32 * PANEL_COLUMNS)))
         SOURCE.launch("nvfp4_rows", types, grid, THREADS, args)
     return cast
 
@@ -211,8 +216,10 @@ def nvfp4_cast_tokens(
     signs: int | None = SIGNS,
     four_over_six: bool = False,
     draw: Draw | None = None,
+    out: Nvfp4 | None = None,
 ) -> Nvfp4:
-    """Returns the cast of x^T: [columns, tokens], with 1x16 blocks along the tokens.
+    """Returns the cast of x^T: [columns, tokens], with 1x16 blocks along the tokens; in ``out``
+    where given.
 
     Tokens of zero are added up to a multiple of 32. ``amax`` is that of the transformed x,
     ``nvfp4_amax(x, signs=signs)[1:]``; without ``signs`` there is no transform. The rest is as
@@ -221,7 +228,7 @@ def nvfp4_cast_tokens(
     tokens, columns = _check("nvfp4_cast_tokens", x)
     scaling = _scaling("nvfp4_cast_tokens", four_over_six, draw)
     padded = -(-tokens // TOKENS) * TOKENS
-    cast = _blank(x, columns, padded, amax, scaling, emulated, transposed=True)
+    cast = out or _blank(x, columns, padded, amax, scaling, emulated, transposed=True)
     if not on_device(x):
         wide = np.zeros((padded, columns), F32)
         wide[:tokens] = x
@@ -229,17 +236,18 @@ def nvfp4_cast_tokens(
         if draw is not None:
             bits = _bits(draw, padded * columns, draw.first * columns, ALONG_TOKENS)
             noise = bits.reshape(padded // 8, columns, 8).transpose(1, 0, 2)
-        wide = wide if signs is None else rounded_to_bf16(hadamard(wide, signs))
+        if signs is not None:  # four times the transform
+            wide, amax = transformed(wide, signs), amax * np.float32(4)
         found = quantise(wide.T, noise, amax, scaling, tall=None, four_over_six=four_over_six)
         return _host_store(cast, *found)
     types = _types(signs is not None, four_over_six, draw is not None, emulated)
     if padded:
         args = [
-            cast.values, cast.codes, cast.scales, x, np.int64(row_stride("x", x)), amax,
+            cast.values, cast.codes, cast.scales, x, row_stride("x", x), amax,
             *_draw_arguments(draw, ALONG_TOKENS), np.uint32(signs or 0), tokens, padded, columns,
             *_scaling_arguments(scaling),
         ]  # fmt: skip
-        grid = (-(-columns // PANEL_COLUMNS), -(-padded // SPAN))
+        grid = (-(-columns // TOKEN_COLUMNS), -(-padded // SPAN))
         SOURCE.launch("nvfp4_tokens", types, grid, THREADS, args)
     return cast
 
@@ -346,7 +354,15 @@ def _blank(
 
 def _bits(draw: Draw, size: int, first: int, role: int) -> Array:
     seed, step = (int(word) for word in draw.key)
-    return random_bits(size, seed=seed, step=step, tensor=draw.tensor, role=role, first=first)
+    return random_bits(
+        size,
+        seed=seed,
+        step=step,
+        tensor=draw.tensor,
+        role=role,
+        first=first,
+        rounds=PHILOX_ROUNDS,
+    )
 
 
 def _host_store(cast: Nvfp4, q: Array, scale: Array) -> Nvfp4:

@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import BFloat16, Float, Float32, Int, UInt8, UInt16
 
 from surogate.kernels.arrays import BF16, F32, Array
-from surogate.kernels.quant.codes import E2M1, E4M3, codes_of, values_of
+from surogate.kernels.quant.codes import E2M1, E4M3, codes_of, sum_of_squares, values_of
 
 BLOCK = 16
-_LARGEST = np.float32(3.402823466e38)
+LEAST_AMAX = 2.0**-104  # of a matrix that is not cast to zeros
 
 
 class Scaling(NamedTuple):
@@ -67,7 +67,18 @@ def untile_scales(
 
 
 def hadamard(x: Float[Array, "tokens columns"], signs: int) -> Float[Array, "tokens columns"]:
-    """R x of the head of this file, on the host, for each 16 tokens; their number is a multiple."""
+    """R x of nvfp4.py, on the host, for each 16 tokens; their number is a multiple."""
+    return _sums(x, signs) * x.dtype.type(0.25)
+
+
+def transformed(
+    x: Float32[Array, "tokens columns"], signs: int
+) -> Float32[Array, "tokens columns"]:
+    """4 R x rounded to bf16. Kernels leave the factor to the scale, where it costs nothing."""
+    return _sums(x, signs).astype(BF16).astype(F32)
+
+
+def _sums(x: Float[Array, "tokens columns"], signs: int) -> Float[Array, "tokens columns"]:
     flips = np.array([-1.0 if signs >> i & 1 else 1.0 for i in range(BLOCK)], x.dtype)
     groups = x.reshape(-1, BLOCK, x.shape[1]) * flips[:, None]
     half = 1
@@ -76,7 +87,7 @@ def hadamard(x: Float[Array, "tokens columns"], signs: int) -> Float[Array, "tok
         first, second = pairs[:, :, 0], pairs[:, :, 1]
         groups = np.stack([first + second, first - second], axis=2)
         half *= 2
-    return groups.reshape(x.shape) * x.dtype.type(0.25)
+    return groups.reshape(x.shape)
 
 
 def amax(x: BFloat16[Array, "tokens columns"], signs: int | None) -> Float32[Array, " one_or_two"]:
@@ -90,7 +101,7 @@ def amax(x: BFloat16[Array, "tokens columns"], signs: int | None) -> Float32[Arr
         padded = np.zeros((-(-len(x) // BLOCK) * BLOCK, x.shape[1]), F32)
         padded[: len(x)] = wide
         with np.errstate(invalid="ignore", over="ignore"):
-            most[1] = np.abs(rounded_to_bf16(hadamard(padded, signs))).max()
+            most[1] = np.abs(transformed(padded, signs)).max() * np.float32(0.25)
         if not np.isfinite(most[0]):
             most[1] = np.nan
     return most
@@ -107,8 +118,9 @@ def quantise(
 ) -> tuple[Float32[Array, "rows inner"], Float32[Array, "rows inner"]]:
     """(q, scale of each value) of [rows, inner]. ``tall`` is None for a cast along tokens.
 
-    Squared errors are added in the order of the kernels: those of a lane one after the other, then
-    lanes in pairs. A block has one lane, two of 8 columns, or eight of 8 columns of 4 rows.
+    Squared errors are added in the order of the kernels. Along tokens: one after the other. Along
+    columns a block is of several lanes, that have 8 columns (of every fourth row of a tall one):
+    even and odd ones are added apart, then those sums and the lanes in pairs.
     """
     rows, inner = x.shape
     if not x.size:
@@ -116,12 +128,12 @@ def quantise(
     shape: tuple[int, ...] = (rows, inner // 16, 1, 16)
     order: tuple[int, ...] = (0, 1, 2, 3)
     if tall is not None:
-        shape = (rows, inner // 16, 2, 8)
+        shape, order = (rows, inner // 16, 2, 4, 2), (0, 1, 2, 4, 3)
     if tall:  # row 4 * k + r and half h of a tile are of lane 2 * r + h
-        shape, order = (rows // 16, 4, 4, inner // 16, 2, 8), (0, 3, 2, 4, 1, 5)
+        shape, order = (rows // 16, 4, 4, inner // 16, 2, 4, 2), (0, 3, 2, 4, 6, 1, 5)
     split = x.reshape(shape).transpose(order)
-    blocks = split.reshape(*split.shape[:2], -1, 32 if tall else shape[-1])
-    noise = None if bits is None else bits.reshape(blocks.shape)
+    blocks = split.reshape(*split.shape[:2], -1, 4 if tall is False else 16)
+    noise = None if bits is None else bits.reshape(shape).transpose(order).reshape(blocks.shape)
     with np.errstate(over="ignore", invalid="ignore"):  # where amax is not finite
         q, scale = _quantise_blocks(blocks, noise, amax, scaling, four_over_six)
     back = np.argsort(order)
@@ -137,18 +149,21 @@ def _quantise_blocks(
 ) -> tuple[Array, Array]:
     """(q, scale) of [.., lanes, values]."""
     one, value = np.float32(1), np.float32(amax[0])
-    usable = np.isfinite(value) and value > 0
-    up = min(np.float32(scaling.range) / value, _LARGEST) if usable else one
+    usable = np.isfinite(value) and value > LEAST_AMAX
+    up = np.float32(scaling.range) / value if usable else one
     most = np.abs(x).max(axis=(-1, -2), keepdims=True)
     ideal = np.minimum(most * (up * np.float32(1.0 / scaling.target)), np.float32(448))
     scale = _e4m3(ideal)
     if noise is not None:
         scale += np.where((ideal < 2.0**-6) & (scale < ideal), np.float32(2.0**-9), np.float32(0))
-    q = _round(x, scale, one / up, noise)
+    scaled = x * _inverse(scale, one / up)
+    q = _round(scaled, noise)
     if four_over_six:
         wide = _e4m3(np.minimum(np.float32(1.5) * ideal, np.float32(448)))
-        on_four = _round(x, wide, one / up, noise)
-        better = _squared_error(on_four, x, wide, up) < _squared_error(q, x, scale, up)
+        scaled_to_four = x * _inverse(wide, one / up)
+        on_four = _round(scaled_to_four, noise)
+        better = _squared_error(on_four, scaled_to_four, wide) < _squared_error(q, scaled, scale)
+        better |= scale == 0  # which loses the block
         q, scale = np.where(better, on_four, q), np.where(better, wide, scale)
     return q, scale
 
@@ -157,28 +172,27 @@ def _e4m3(x: Array) -> Array:
     return values_of(codes_of(x, E4M3), E4M3)
 
 
-def _round(x: Array, scale: Array, down: np.float32, noise: Array | None) -> Array:
-    """x over its scale on the grid of E2M1."""
+def _inverse(scale: Array, down: np.float32) -> Array:
+    """What turns x into units of the scale."""
     product = np.where(scale > 0, scale * down, np.float32(1))
-    scaled = x * np.where(scale > 0, np.minimum(np.float32(1) / product, _LARGEST), np.float32(0))
+    return np.where(scale > 0, np.float32(1) / product, np.float32(0))
+
+
+def _round(scaled: Array, noise: Array | None) -> Array:
+    """On the grid of E2M1. Stochastically: where 2^-16 of a step times the random bits, added to
+    the magnitude, which is rounded to such units, reach the next value.
+    """
     if noise is None:
         return values_of(codes_of(scaled, E2M1), E2M1)
-    scaled = np.clip(scaled, np.float32(-6), np.float32(6))
-    power = np.maximum(np.exp2(np.frexp(scaled)[1] - 1).astype(F32), np.float32(1))
-    step = power * np.float32(0.5)
-    centred = (noise.astype(F32) + np.float32(0.5)) / np.float32(65536) - np.float32(0.5)
-    return np.copysign(np.rint((scaled + centred * step) / step) * step, scaled)
+    size = np.minimum(np.abs(scaled), np.float32(6)).astype(np.float64)
+    step = np.maximum(np.exp2(np.frexp(size)[1] - 1.0), 1.0) * 0.5
+    moved = np.rint(size / step * 65536 + noise)
+    return np.copysign(np.floor(moved / 65536) * step, scaled).astype(F32)
 
 
-def _squared_error(q: Array, x: Array, scale: Array, up: np.float32) -> Array:
-    squares = np.square(q * scale - x * up)
-    lanes = np.zeros(squares.shape[:-1], F32)
-    for j in range(squares.shape[-1]):
-        lanes = lanes + squares[..., j]
+def _squared_error(q: Array, scaled: Array, scale: Array) -> Array:
+    """Of blocks, in the order of the kernels."""
+    lanes = sum_of_squares(np.abs(q) - np.abs(scaled))
     while lanes.shape[-1] > 1:
         lanes = lanes[..., 0::2] + lanes[..., 1::2]
-    return lanes[..., None]
-
-
-def rounded_to_bf16(x: Array) -> Array:
-    return x.astype(BF16).astype(F32)
+    return scale * scale * lanes[..., None]

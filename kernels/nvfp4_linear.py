@@ -8,6 +8,7 @@
              W        16x16                   nearest                   W
     dgrad    dy       1x16 along outer        stochastic                dy
              W^T      16x16, the same codes   nearest                   W
+                      (not ``square``: 1x16 along inner, and along outer for W^T)
     wgrad    dy^T     1x16 along tokens       stochastic                R dy
              x^T      1x16 along tokens       nearest                   R x
 
@@ -43,6 +44,7 @@ from surogate.kernels.matmul import matmul
 from surogate.kernels.nvfp4 import (
     BLOCK,
     SIGNS,
+    TOKENS,
     Draw,
     Nvfp4,
     nvfp4_amax,
@@ -57,12 +59,15 @@ from surogate.kernels.widened import Blocks, Parts
 
 class Nvfp4Options(NamedTuple):
     """Of the casts. ``signs`` are those of the Hadamard transform, a bit for each token of 16; None
-    leaves it out.
+    leaves it out. ``square``: weights have one scale for 16x16 values, so that both directions
+    multiply with the same numbers; else one for 16 along the sum of each product, which is nearer
+    to the weight, but the gradient is then not of quite the weight that the forward product had.
     """
 
     four_over_six: bool = True
     stochastic: bool = True
     signs: int | None = SIGNS
+    square: bool = True
 
 
 _ALL, _DEFAULT = Products(), Nvfp4Options()
@@ -110,10 +115,14 @@ class Nvfp4Weight(RecipeWeight):
             outer % BLOCK == 0 and inner % BLOCK == 0,
             f"nvfp4: a weight's sizes must be multiples of {BLOCK}, got {(outer, inner)}",
         )
+        require(
+            options.square or outer % TOKENS == 0,
+            f"nvfp4: without square blocks, rows must be a multiple of {TOKENS}, got {outer}",
+        )
         blocks = Blocks.blank(weight.shape, ranks, weight.dtype, like=weight) if ranks else None
         kept = weight if trained or not (products.forward and products.dgrad) else None
-        forward = _cast_weight(weight, options)
-        backward, draw = nvfp4_transpose(forward), Draw(key, tensor)
+        forward, backward = _cast_weight(weight, options)
+        draw = Draw(key, tensor)
         return cls(
             (outer, inner), kept, forward, backward, draw, options, blocks, trained, products
         )
@@ -127,31 +136,33 @@ class Nvfp4Weight(RecipeWeight):
     @property
     def nbytes(self) -> int:
         """Of the casts."""
-        arrays = [self.forward.values, self.forward.codes, self.forward.scales]
-        if self.forward.codes is not None:
-            arrays += [self.backward.codes, self.backward.scales]
-        return sum(x.nbytes for x in arrays if x is not None)
+        casts = (self.forward, self.backward)
+        arrays = [x for cast in casts for x in (cast.values, cast.codes, cast.scales)]
+        return sum({id(x): x.nbytes for x in arrays if x is not None}.values())
 
     def recast_(self) -> None:
         """Brings the casts up to date with a weight that has changed."""
         assert self.weight is not None, "a frozen weight does not change"
-        _cast_weight(self.weight, self.options, out=self.forward)
-        nvfp4_transpose(self.forward, out=self.backward)
+        _cast_weight(self.weight, self.options, out=(self.forward, self.backward))
 
 
-def _cast_weight(weight: Any, options: Nvfp4Options, *, out: Nvfp4 | None = None) -> Nvfp4:
+def _cast_weight(
+    weight: Any, options: Nvfp4Options, *, out: tuple[Nvfp4, Nvfp4] | None = None
+) -> tuple[Nvfp4, Nvfp4]:
+    """The casts of W and of W^T, which share an amax."""
+    first, second = out or (None, None)
     amax = nvfp4_amax(weight)
-    if out is not None:
-        out.amax[...] = amax
-        amax = out.amax
-    return nvfp4_cast(
-        weight,
-        amax,
-        emulated=emulated_for(weight),
-        tall=True,
-        four_over_six=options.four_over_six,
-        out=out,
-    )
+    if first is not None:
+        first.amax[...] = amax
+        amax = first.amax
+    settings: Any = {
+        "emulated": emulated_for(weight),
+        "four_over_six": options.four_over_six,
+    }
+    forward = nvfp4_cast(weight, amax, tall=options.square, out=first, **settings)
+    if options.square:
+        return forward, nvfp4_transpose(forward, out=second)
+    return forward, nvfp4_cast_tokens(weight, amax, signs=None, out=second, **settings)
 
 
 class Nvfp4LinearResiduals(NamedTuple):

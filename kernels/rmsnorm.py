@@ -14,7 +14,8 @@ Three pairs share the kernels; they differ in what happens to the residual strea
     norm_residual  x                -> y, x        the stream goes on beside the norm
     add_rmsnorm    x, residual      -> y, h        h = x + residual, y = norm(h)
 
-The last two add the stream's gradient to dx in the pass that computes it.
+The last two add the stream's gradient to dx in the pass that computes it. A ``cast`` of y (fp8.py)
+is done in the pass that makes y.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,6 @@ from jaxtyping import Float, Float32
 
 from surogate.kernels.arrays import (
     F32,
-    FROZEN,
     Array,
     Frozen,
     aligned,
@@ -44,6 +44,7 @@ from surogate.kernels.arrays import (
     store,
     upcast,
 )
+from surogate.kernels.fp8 import Cast, kernel_cast
 from surogate.kernels.nvrtc import Source, ctype, vector_width
 from surogate.kernels.pair import Pair
 
@@ -57,6 +58,7 @@ class Tile:
     packs: int  # 16-byte packs of a row that a thread holds
     registers: int  # of a thread, at most
     block: int  # threads of a block, unless one row takes more
+    most: int  # threads that one row may take
 
     def threads(self, hidden: int, dtype: np.dtype) -> int:
         """Of a row."""
@@ -67,10 +69,11 @@ class Tile:
         return max(1, self.block // self.threads(hidden, dtype))
 
 
-FORWARD = Tile(4, 64, 128)
-# The first whose block has room for a row. add_rmsnorm_bwd on an H200 with one, two and four packs:
-# 4096 x 2048 takes 22.5, 24.9 and 26.2 us, 8192 x 4096 takes 71.6 with two and 75.5 with four.
-BACKWARD = Tile(1, 64, 256), Tile(2, 80, 256), Tile(4, 128, 256)
+FORWARD = Tile(4, 64, 128, 1024)
+FROZEN_BACKWARD = Tile(4, 96, 128, 1024)  # dx alone
+# The first that has room for a row. On an H200, 16384 x 1024 takes 37.6 us with two packs, 39.1
+# with four and 39.9 with one; with rows on their way to shared memory ahead of time, 39.5 to 42.
+BACKWARD = Tile(2, 64, 256, 512), Tile(4, 128, 256, 1024)
 # Those of an H200, on every card: blocks of the backward hold shares of dweight, and their number
 # decides the order of its sum.
 MULTIPROCESSORS, REGISTERS = 132, 65536
@@ -87,10 +90,14 @@ def _instances(*tiles: Tile) -> list[tuple[str, ...]]:
     ]
 
 
+_PLAIN = _instances(FORWARD)
+_CASTING = [types for types in _PLAIN if (types[0], types[2]) == ("bf16", "true")]
 SOURCE = Source(
     "rmsnorm",
     {
-        "rmsnorm_fwd": _instances(FORWARD),
+        "rmsnorm_fwd": [(*types, "void") for types in _PLAIN]
+        + [(*types, "E4M3") for types in _CASTING],
+        "rmsnorm_dx": _instances(FROZEN_BACKWARD),
         "rmsnorm_bwd": _instances(*BACKWARD),
         "sum_partials": [("float",), ("bf16",)],
     },
@@ -112,14 +119,16 @@ def rmsnorm_fwd(
     unit_offset: bool = False,
     product: str = "storage",
     out: Float[Array, "tokens hidden"] | None = None,
+    cast: Cast | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], RMSNormResiduals]:
     """Returns y and what rmsnorm_bwd needs. ``weight`` is of the dtype of x, or float32.
 
-    y is written to ``out`` where given, whose rows may be farther apart than they are long.
+    y is written to ``out`` where given, whose rows may be farther apart than they are long, and its
+    E4M3 codes to ``cast``.
     """
     _check("rmsnorm_fwd", x, weight, product)
     _check_out("rmsnorm_fwd", out, x)
-    y, _, rstd = _forward(x, None, weight, eps, unit_offset, product, out)
+    y, _, rstd = _forward(x, None, weight, eps, unit_offset, product, out, cast)
     return y, RMSNormResiduals(x, weight, rstd, unit_offset)
 
 
@@ -162,9 +171,10 @@ def norm_residual_fwd(
     eps: float,
     unit_offset: bool = False,
     product: str = "storage",
+    cast: Cast | None = None,
 ) -> tuple[tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]], RMSNormResiduals]:
     """Returns ((y, x), residuals): the stream x goes on, for an addition inside a later product."""
-    y, res = rmsnorm_fwd(x, weight, eps=eps, unit_offset=unit_offset, product=product)
+    y, res = rmsnorm_fwd(x, weight, eps=eps, unit_offset=unit_offset, product=product, cast=cast)
     return (y, x), res
 
 
@@ -193,6 +203,7 @@ def add_rmsnorm_fwd(
     eps: float,
     unit_offset: bool = False,
     product: str = "storage",
+    cast: Cast | None = None,
 ) -> tuple[tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]], RMSNormResiduals]:
     """Returns ((y, h), residuals) with h = x + residual rounded to their dtype, y = norm(h)."""
     _check("add_rmsnorm_fwd", x, weight, product)
@@ -201,7 +212,7 @@ def add_rmsnorm_fwd(
         f"add_rmsnorm_fwd: residual must be {x.dtype}{x.shape}, "
         f"got {residual.dtype}{residual.shape}",
     )
-    y, h, rstd = _forward(x, residual, weight, eps, unit_offset, product)
+    y, h, rstd = _forward(x, residual, weight, eps, unit_offset, product, None, cast)
     return (y, h), RMSNormResiduals(h, weight, rstd, unit_offset)
 
 
@@ -301,39 +312,48 @@ def _forward(
     eps: float,
     unit_offset: bool,
     product: str,
-    out: Array | None = None,
+    out: Array | None,
+    cast: Cast | None,
 ) -> tuple[Array, Array, Array]:
     """Returns (y, h, rstd); h is x itself when there is no residual."""
     if on_device(x):
-        return _forward_kernel(x, residual, weight, eps, unit_offset, product, out)
+        return _forward_kernel(x, residual, weight, eps, unit_offset, product, out, cast)
     h = x if residual is None else (upcast(x) + upcast(residual)).astype(x.dtype, copy=False)
     wide = upcast(h)
     rstd = 1 / np.sqrt(np.mean(wide * wide, axis=1) + wide.dtype.type(eps))
     n = wide * rstd[:, None]
     if product == "storage":
         n = upcast(n.astype(x.dtype, copy=False))
-    y = (n * _effective(weight, unit_offset, n.dtype)).astype(x.dtype, copy=False)
-    return placed(y, out), h, rstd.astype(compute_dtype(x), copy=False)
+    y = placed((n * _effective(weight, unit_offset, n.dtype)).astype(x.dtype, copy=False), out)
+    if cast is not None:
+        cast.on_host(y)
+    return y, h, rstd.astype(compute_dtype(x), copy=False)
 
 
 class _Launch(NamedTuple):
-    types: tuple[str, ...]
+    dtypes: tuple[str, str]
+    tile: Tile
     threads: int  # of a row
     rows: int  # of a block
+    aligned: bool  # every row begins and ends with a pack
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The kernel's template arguments."""
+        tile, aligned = self.tile, str(self.aligned).lower()
+        return *self.dtypes, aligned, str(tile.packs), str(tile.registers)
 
 
 def backward_tile(hidden: int, dtype: np.dtype) -> Tile:
     """How the backward holds rows of this width."""
-    fits = (tile for tile in BACKWARD if tile.threads(hidden, dtype) <= tile.block)
-    return next(fits, BACKWARD[-1])
+    return next(tile for tile in BACKWARD if tile.threads(hidden, dtype) <= tile.most)
 
 
 def backward_blocks(tokens: int, hidden: int, dtype: np.dtype) -> int:
     """Blocks of the backward, all resident at once; each holds a float32 share of dweight."""
     tile = backward_tile(hidden, dtype)
     rows = tile.rows(hidden, dtype)
-    threads = rows * tile.threads(hidden, dtype)
-    resident = max(1, REGISTERS // (tile.registers * threads))
+    resident = max(1, REGISTERS // (tile.registers * rows * tile.threads(hidden, dtype)))
     return max(1, min(MULTIPROCESSORS * resident, -(-tokens // rows)))
 
 
@@ -347,12 +367,9 @@ def _plan(
         require(array is None or array.flags.c_contiguous, "rmsnorm: arrays must be C-contiguous")
     require(weight.flags.c_contiguous, "rmsnorm: weight must be C-contiguous")
     fits = hidden % width == 0 and aligned(weight) and rows_aligned(x, *others, *apart)
-    types = (ctype(x.dtype), ctype(weight.dtype), str(fits).lower())
-    return _Launch(
-        (*types, str(tile.packs), str(tile.registers)),
-        tile.threads(hidden, x.dtype),
-        tile.rows(hidden, x.dtype),
-    )
+    dtypes = (ctype(x.dtype), ctype(weight.dtype))
+    threads, rows = tile.threads(hidden, x.dtype), tile.rows(hidden, x.dtype)
+    return _Launch(dtypes, tile, threads, rows, fits)
 
 
 def _forward_kernel(
@@ -363,6 +380,7 @@ def _forward_kernel(
     unit_offset: bool,
     product: str,
     out: Array | None,
+    cast: Cast | None,
 ) -> tuple[Array, Array, Array]:
     tokens, hidden = x.shape
     y = empty_like(x) if out is None else out
@@ -370,13 +388,15 @@ def _forward_kernel(
     plan = _plan(x, weight, FORWARD, residual, apart=(y,))
     h = None if residual is None else empty_like(x)
     rstd = empty((tokens,), F32, like=x)
-    arrays = [y, h, rstd, x, residual, weight]
+    form, codes, amax, scale = kernel_cast(cast, "rmsnorm_fwd", y, fits=plan.aligned)
+    arrays = [y, h, rstd, codes, amax, x, residual, weight, scale]
     sizes = [stride, tokens, hidden, plan.threads]
     options = [float(eps), float(unit_offset), product == "storage"]
     if tokens:
+        types = (*plan.types, form)
         grid = -(-tokens // plan.rows)
         threads = plan.rows * plan.threads
-        SOURCE.launch("rmsnorm_fwd", plan.types, grid, threads, arrays + sizes + options)
+        SOURCE.launch("rmsnorm_fwd", types, grid, threads, arrays + sizes + options)
     return y, x if h is None else h, rstd
 
 
@@ -394,22 +414,32 @@ def _backward_kernel(
         row_stride("rmsnorm_bwd: dy", dy),
         hidden if dresidual is None else row_stride("rmsnorm_bwd: dresidual", dresidual),
     )
+    arrays = [dy, dresidual, res.x, res.weight, res.rstd]
+    sizes = [*strides, tokens, hidden]
+    if isinstance(into, Frozen):
+        plan = _plan(res.x, res.weight, FROZEN_BACKWARD, apart=(dx, dy, dresidual))
+        if tokens:
+            SOURCE.launch(
+                "rmsnorm_dx",
+                plan.types,
+                -(-tokens // plan.rows),
+                plan.rows * plan.threads,
+                [dx, *arrays, *sizes, plan.threads, float(res.unit_offset)],
+            )
+        return dx, None
     tile = backward_tile(hidden, dy.dtype)
     plan = _plan(res.x, res.weight, tile, apart=(dx, dy, dresidual))
     slots = tile.packs * plan.rows * plan.threads  # of packs, whose shares a block adds
     blocks = backward_blocks(tokens, hidden, dy.dtype)
-    partial = None if into is FROZEN else empty((blocks, hidden), F32, like=dy)
+    partial = empty((blocks, hidden), F32, like=dy)
     SOURCE.launch(
         "rmsnorm_bwd",
         plan.types,
         blocks,
         plan.rows * plan.threads,
-        [dx, partial, dy, dresidual, res.x, res.weight, res.rstd]
-        + [*strides, tokens, hidden, plan.threads, float(res.unit_offset)],
+        [dx, partial, *arrays, *sizes, plan.threads, float(res.unit_offset)],
         shared=4 * slots * vector_width(dy.dtype) if plan.rows > 1 else 0,
     )
-    if partial is None or isinstance(into, Frozen):
-        return dx, None
     return dx, sum_partials(partial, res.weight.dtype, into)
 
 

@@ -11,6 +11,9 @@ Where a weight is widened by its adapter (kernels/widened.py), what a block hand
 written into rows with room for the adapter's share: the outputs of norms and activation, the
 gradient of gate and up, and the dx that a block returns, which is the dy of the product that ends
 the block before it.
+
+What norms and activation make for a product of codes they may cast in the same pass: ``input_cast``
+and ``gradient_cast`` (kernels/linear.py) ask the weight.
 """
 
 import functools
@@ -21,7 +24,16 @@ from jaxtyping import Float, Int32
 from surogate.kernels.arrays import Array
 from surogate.kernels.attention import attention_bwd_packed, attention_fwd
 from surogate.kernels.batch import Docs
-from surogate.kernels.linear import LinearInto, linear_bwd, linear_fwd, linear_residuals, needs_x
+from surogate.kernels.fp8 import Cast
+from surogate.kernels.linear import (
+    LinearInto,
+    gradient_cast,
+    input_cast,
+    linear_bwd,
+    linear_fwd,
+    linear_residuals,
+    needs_x,
+)
 from surogate.kernels.qk_norm_rope import qk_norm_rope_bwd_, qk_norm_rope_fwd
 from surogate.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 from surogate.kernels.rope import RopeTable
@@ -91,15 +103,18 @@ def attention_block_fwd(
 ) -> tuple[Float[Array, "tokens hidden"], AttentionResiduals]:
     """Returns x + attention(norm(x)) and what the backward needs."""
     config = settings.config
-    n, norm = _norm(x, layer.attn_norm, layer.w_qkv, config)
+    cast = input_cast(layer.w_qkv, x, keep_x=keep)
+    n, norm = _norm(x, layer.attn_norm, layer.w_qkv, config, cast)
     flat, qkv = linear_fwd(
         n,
         layer.w_qkv,
         layer.b_qkv,
         part_of(adapter, "qkv"),
         keep_x=keep,
+        cast=cast,
         **settings.adapter("w_qkv"),
     )
+    del cast
     (q, k, v), rope = rotate(flat, layer, context, config)
     o, attention = attention_fwd(
         q,
@@ -116,9 +131,12 @@ def attention_block_fwd(
     return y, AttentionResiduals(norm, qkv, rope, attention, out)
 
 
-def _norm(x: Array, weight: Array, reader: Any, config: ModelConfig) -> Any:
+def _norm(
+    x: Array, weight: Array, reader: Any, config: ModelConfig, cast: Cast | None = None
+) -> Any:
     """The norm of x, with room for the weight that reads it, and its residuals."""
-    return rmsnorm_fwd(x, weight, eps=config.eps, out=with_room(x, x.shape[1], reader))
+    out = with_room(x, x.shape[1], reader)
+    return rmsnorm_fwd(x, weight, eps=config.eps, out=out, cast=cast)
 
 
 def rotate(flat: Array, layer: Layer, context: Context, config: ModelConfig) -> Any:
@@ -200,16 +218,20 @@ def mlp_block_fwd(
     need_y: bool = True,
 ) -> tuple[Any, MLPResiduals]:
     """Returns x + mlp(norm(x)) and what the backward needs; without ``need_y``, that alone."""
-    n, norm = _norm(x, layer.mlp_norm, layer.w_gate_up, settings.config)
+    cast = input_cast(layer.w_gate_up, x, keep_x=keep)
+    n, norm = _norm(x, layer.mlp_norm, layer.w_gate_up, settings.config, cast)
     both, gate_up = linear_fwd(
         n,
         layer.w_gate_up,
         None,
         part_of(adapter, "gate_up"),
         keep_x=keep,
+        cast=cast,
         **settings.adapter("w_gate_up"),
     )
-    a, swiglu = _activation(both, layer)
+    del cast
+    cast = input_cast(layer.w_down, both, keep_x=keep) if need_y else None
+    a, swiglu = _activation(both, layer, cast)
     if not need_y:
         down = linear_residuals(
             a,
@@ -227,14 +249,15 @@ def mlp_block_fwd(
         part_of(adapter, "down"),
         x,
         keep_x=keep,
+        cast=cast,
         **settings.adapter("w_down"),
     )
     return y, MLPResiduals(norm, gate_up, swiglu, down)
 
 
-def _activation(both: Array, layer: Layer) -> Any:
+def _activation(both: Array, layer: Layer, cast: Cast | None = None) -> Any:
     """swiglu_fwd with room for w_down."""
-    return swiglu_fwd(both, out=with_room(both, both.shape[1] // 2, layer.w_down))
+    return swiglu_fwd(both, out=with_room(both, both.shape[1] // 2, layer.w_down), cast=cast)
 
 
 def mlp_block_bwd(
@@ -258,7 +281,9 @@ def mlp_block_bwd(
     )
     del a
     assert da is not None
-    d_both: Any = swiglu_bwd(res.swiglu, da, out=with_room(da, 2 * da.shape[1], layer.w_gate_up))
+    cast = gradient_cast(layer.w_gate_up, da)
+    room = with_room(da, 2 * da.shape[1], layer.w_gate_up)
+    d_both: Any = swiglu_bwd(res.swiglu, da, out=room, cast=cast)
     del da
     n = res.gate_up.x
     if needs_x(res.gate_up):
@@ -268,7 +293,9 @@ def mlp_block_bwd(
         d_both,
         into=LinearInto(part_of(weights, "w_gate_up"), None, part_of(adapters, "gate_up")),
         x=n,
+        cast=cast,
     )
+    del cast
     assert dn is not None
     dx, d_mlp_norm = rmsnorm_bwd(
         res.norm,

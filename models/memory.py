@@ -15,6 +15,7 @@ import numpy as np
 from surogate.kernels import grad_norm, multi_tensor
 from surogate.kernels.arrays import BF16, F32
 from surogate.kernels.attention_cudnn import HEAD_DIMS, SCRATCH_BYTES
+from surogate.kernels.batch import STAGED
 from surogate.kernels.cublaslt import WORKSPACE_BYTES
 from surogate.kernels.linear import LoRA
 from surogate.kernels.quant.checkpoints import Scheme
@@ -130,6 +131,8 @@ def _more_weights(walk: Walk) -> int:
                 products = w.nvfp4.scope.products
                 more += layout.bytes((1,), F32) + blocks  # values in the place of the weight
                 if w.trained or not (products.forward and products.dgrad):
+                    more += layout.bytes((w.outer, w.inner))
+                if not w.nvfp4.options.square:
                     more += layout.bytes((w.outer, w.inner))
             elif w.stored is not None:
                 more += stored_bytes(layout, w.stored, w) + blocks
@@ -270,7 +273,7 @@ def _workspace(walk: Walk, trained: list[Shape]) -> int:
     held = layout.bytes((5, work.tokens), INT32) + 2 * layout.bytes((work.longest, half), F32)
     if layout.host:
         return held
-    held += _recipe_state(walk)
+    held += _recipe_state(walk) + STAGED * layout.bytes((5, work.tokens), INT32)
     blocks = sum(-(-math.prod(shape) // grad_norm.CHUNK) for shape in trained)
     held += layout.bytes((blocks,), INT32) + layout.bytes((len(trained), 3), INT64)
     held += layout.bytes((blocks,), F64) + table_bytes(walk, trained)

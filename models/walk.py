@@ -141,6 +141,19 @@ class Matrix(NamedTuple):
         fp8 = self.fp8
         return bool(fp8 and self.trained and fp8.scope.products.wgrad and fp8.scaling != "row")
 
+    def casts_x(self, keep: bool) -> bool:
+        """Whether the op that makes the input makes its codes, see Fp8Weight."""
+        fp8 = self.fp8
+        known = fp8 and fp8.scaling == "delayed" and fp8.scope.products.forward
+        return bool(known and not (self.turned and keep))
+
+    @property
+    def casts_dy(self) -> bool:
+        """Whether the op that makes the gradient of the output makes its codes."""
+        fp8 = self.fp8
+        known = fp8 and fp8.scaling == "delayed" and fp8.scope.products.dgrad
+        return bool(known and not self.turned)
+
 
 class Matrices(NamedTuple):
     """Those of a layer."""
@@ -264,6 +277,7 @@ class Walk:
 
     def attention_block_fwd(self, res: str, keep: bool) -> None:
         ledger = self.ledger
+        self.input_cast(self.at.qkv, f"{res}qkv", keep)
         self.rmsnorm_fwd(f"{res}attn_n", f"{res}attn_rstd", self.at.qkv)
         self.linear_fwd(self.at.qkv, f"{res}qkv", room=True, keep=keep)
         self.qk_norm_rope_fwd(res)
@@ -286,8 +300,11 @@ class Walk:
 
     def mlp_block_fwd(self, res: str, y: str | None, keep: bool) -> None:
         at = self.at
+        self.input_cast(at.gate_up, f"{res}gate_up", keep)
         self.rmsnorm_fwd(f"{res}mlp_n", f"{res}mlp_rstd", at.gate_up)
         self.linear_fwd(at.gate_up, f"{res}gate_up", room=True, keep=keep)
+        if y is not None:
+            self.input_cast(at.down, f"{res}down", keep)
         self.swiglu_fwd(f"{res}a")
         self.linear_fwd(at.down, y, at=f"{res}down", room=True, keep=keep)
         for name, reader in (("mlp_n", at.gate_up), ("a", at.down)):
@@ -301,6 +318,7 @@ class Walk:
         self.linear_bwd(self.at.down, "da", room=True, keep=keep)
         if not keep:
             ledger.drop("a")
+        self.gradient_cast(self.at.gate_up)
         self.swiglu_bwd("d_both")
         ledger.drop("da")
         if not keep:
@@ -311,6 +329,15 @@ class Walk:
         ledger.drop("d_both", "dn", *([] if keep else ["n"]))
 
     # The ops.
+
+    def input_cast(self, w: Matrix, at: str, keep: bool) -> None:
+        """``at`` and ``keep``: of the linear_fwd whose input is made next."""
+        if w.casts_x(keep):
+            self.ledger.make(f"{at}.rows", self.tokens, w.inner, dtype=BYTE)
+
+    def gradient_cast(self, w: Matrix) -> None:
+        if w.casts_dy:
+            self.ledger.make("dy.rows", self.tokens, w.outer, dtype=BYTE)
 
     def linear_fwd(
         self, w: Matrix, y: str | None, *, at: str = "", room: bool = False, keep: bool = True

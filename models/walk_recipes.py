@@ -36,8 +36,8 @@ def fp8_linear_fwd(
 def fp8_cast(
     ledger: "Ledger", name: str, rows: int, columns: int, fp8: Fp8Options, plain: bool, turned: bool
 ) -> None:
-    """Codes of a matrix: as it is, transposed, or both."""
-    if plain:
+    """Codes of a matrix: as it is, transposed, or both; some may be there, made with the matrix."""
+    if plain and f"{name}.rows" not in ledger.arrays:
         ledger.make(f"{name}.rows", rows, columns, dtype=BYTE)
     if turned:
         ledger.make(f"{name}.turned", columns, rows, dtype=BYTE)

@@ -1,55 +1,10 @@
 // Casts to 8-bit floats, and the scales that they use. kernels/fp8.py states the scheme.
-#include "pack.cuh"
-#include "quant.cuh"
-
-// Bits of |x| as a bf16; NaN is above infinity, so that a maximum of bits never loses one.
-constexpr uint32_t MAGNITUDE = 0x7fffu;
-constexpr uint32_t NOT_FINITE = 0x7f80u;
-constexpr uint32_t NAN_CODE = 0x7fu;
+#include "fp8.cuh"
 
 // What |x| <= size is multiplied by to reach at most `limit`; 1 where nothing, or nothing finite, was seen.
 __device__ __forceinline__ float scale_of(float size, float limit) {
     if (!(size > 0.0f && size < INFINITY)) return 1.0f;
     return fminf(limit / size, 3.40282347e38f);
-}
-
-template <int N> __device__ __forceinline__ uint32_t largest(const Pack<bf16, N>& x, uint32_t most) {
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i)
-        most = max(most, max(x.word[i] & MAGNITUDE, x.word[i] >> 16 & MAGNITUDE));
-    return most;
-}
-
-// Two codes, that of lo in the low byte.
-template <typename F> __device__ __forceinline__ uint32_t encode_pair(F, float lo, float hi) {
-    return encode<F>(lo) | encode<F>(hi) << 8;
-}
-#ifdef HARDWARE_FP8
-__device__ __forceinline__ uint32_t encode_pair(E4M3, float lo, float hi) { return cvt_e4m3x2(lo, hi); }
-__device__ __forceinline__ uint32_t encode_pair(E5M2, float lo, float hi) { return cvt_e5m2x2(lo, hi); }
-#endif
-
-// The codes of N scaled values, four a word. Infinity becomes NaN: a cast must not hide it.
-template <typename F, int N>
-__device__ __forceinline__ void encode_all(uint32_t (&code)[N / 4], const Pack<bf16, N>& x, float scale, uint32_t most) {
-#pragma unroll
-    for (int i = 0; i < N / 4; ++i) {
-        float a = x.get(4 * i) * scale, b = x.get(4 * i + 1) * scale;
-        float c = x.get(4 * i + 2) * scale, d = x.get(4 * i + 3) * scale;
-        code[i] = encode_pair(F(), a, b) | encode_pair(F(), c, d) << 16;
-    }
-    if (most < NOT_FINITE) return;
-    for (int j = 0; j < N; ++j)
-        if (!(fabsf(x.get(j)) < INFINITY)) code[j / 4] |= NAN_CODE << j % 4 * 8;
-}
-
-// Raises *amax to the largest of the block's magnitudes: floats of one sign are ordered as their bits are, and a maximum
-// does not depend on the order. Almost no block has a new one: the others leave it at a look, where an atomic each would
-// wait for all before it. Every thread must call it.
-__device__ __forceinline__ void raise(float* amax, uint32_t most) {
-    float size = block_max(float(most));  // integers below 2^15 are exact
-    uint32_t bits = uint32_t(size) << 16, *word = reinterpret_cast<uint32_t*>(amax);
-    if (threadIdx.x == 0 && bits > relaxed_load(word)) atomicMax(word, bits);
 }
 
 constexpr int CAST_PACKS = 2;  // of 16 values, that a thread has in flight

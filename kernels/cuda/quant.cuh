@@ -63,6 +63,21 @@ template <> __device__ __forceinline__ uint32_t encode<NF4>(float x) {
     return code;
 }
 
+// a >= 0 on a grid of 23 - SHIFT bits after the leading one, and of one step below the power of two under `least`, in
+// three instructions. A float of 2^SHIFT y has the step at y as its last bit: a less that number is rounded to the grid.
+// 2^SHIFT y is even in units of it wherever a lies in the middle between two values, so that ties go to the even one.
+template <int SHIFT> __device__ __forceinline__ float nearest_on_grid(float a, float least) {
+    float y = fmaxf(a, least);
+    return __fmaf_rn(y, float(1 << SHIFT), __fmaf_rn(y, -float(1 << SHIFT), a));
+}
+__device__ __forceinline__ float e2m1_nearest(float a) { return nearest_on_grid<22>(a, 1.5f); }
+__device__ __forceinline__ float e4m3_nearest(float a) { return nearest_on_grid<20>(a, 0.0234375f); }
+
+// The upper halves of two floats. Values on the grid, and scales, are exact in bf16.
+__device__ __forceinline__ uint32_t word_of(float low, float high) {
+    return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+}
+
 // Up in magnitude when bits16 / 2^16 is less than the distance to the lower neighbour, in units of their distance:
 // unbiased to 2^-16 for |x| up to the largest value. Past that, and NaN: as to nearest.
 template <typename F> __device__ __forceinline__ uint32_t encode_stochastic(float x, uint32_t bits16) {
@@ -119,15 +134,25 @@ template <typename F> __device__ __forceinline__ uint32_t encode_bytes(const flo
     return encode<F>(x[0]) | encode<F>(x[1]) << 8 | encode<F>(x[2]) << 16 | encode<F>(x[3]) << 24;
 #endif
 }
-// Eight codes of E2M1, the first in the lowest bits.
+// Eight codes of E2M1, the first in the lowest bits. Without instructions for it, elements j and j + 4 share a word:
+// times 2^-126, a magnitude is a float whose bits from 22 on are the code, by the exponents of subnormal numbers.
 __device__ __forceinline__ uint32_t encode_nibbles(const float (&x)[8]) {
     uint32_t word = 0;
 #ifdef HARDWARE_FP4
 #pragma unroll
     for (int j = 0; j < 4; ++j) word |= cvt_e2m1x2(x[2 * j], x[2 * j + 1]) << 8 * j;
 #else
+    float number[8], shifted[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) word |= encode<E2M1>(x[j]) << 4 * j;
+    for (int j = 0; j < 8; ++j) {
+        number[j] = fmaxf(fminf(x[j], 6.0f), -6.0f);  // NaN is 6
+        shifted[j] = __fmul_rn(e2m1_nearest(fabsf(number[j])), __uint_as_float(0x00800000u));
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        uint32_t codes = word_of(shifted[j], shifted[j + 4]), signs = word_of(number[j], number[j + 4]) & 0x80008000u;
+        word |= (j < 2 ? codes >> (6 - 4 * j) : codes << (4 * j - 6)) | signs >> (12 - 4 * j);
+    }
 #endif
     return word;
 }

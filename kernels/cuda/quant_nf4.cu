@@ -4,22 +4,36 @@
 #include "rounding.cuh"
 
 constexpr int SPAN_THREADS = 512, SPAN = SPAN_THREADS * GROUP;  // elements of a block of threads: a largest block
+constexpr int SPANS = 8;  // one after the other, of a block of threads
 
-// Codes of [-1, 1] by table: cell i is what rounds to (i - 16) / 16, and holds at most one middle between values.
-// `below` is the code of its lower end, `middle` where the next code begins.
+// Codes of [-1, 1] by table: cell i is what rounds to (i - 16) / 16, and holds at most one middle between values, none
+// within 2^-13 of its ends. `below` is the code of its lower end, `middle` where the next code begins. Each lane has a
+// table of its own, so that no two read the same bank.
+struct Cell {
+    float middle;
+    uint32_t below;
+};
 struct Cells {
-    float middle[64];
-    uint32_t below[64];
+    static constexpr int COUNT = 33;
+    Cell first[COUNT], of_lane[COUNT][32];
 
     __device__ __forceinline__ void fill() {
-        if (threadIdx.x >= 64) return;
-        uint32_t code = encode<NF4>((float(threadIdx.x) - 16.5f) / 16.0f);
-        below[threadIdx.x] = code;
-        middle[threadIdx.x] = code < 15u ? nf4_middle(code) : INFINITY;
+        if (threadIdx.x < COUNT) {
+            uint32_t code = encode<NF4>((float(threadIdx.x) - 16.5f) / 16.0f);
+            first[threadIdx.x] = {code < 15u ? nf4_middle(code) : INFINITY, code};
+        }
+        __syncthreads();
+        for (int cell = threadIdx.x / 32; cell < COUNT; cell += SPAN_THREADS / 32)
+            of_lane[cell][threadIdx.x % 32] = first[cell];
+        __syncthreads();
     }
+    // Of 2^15 + 16.5 + 16 x, the bits of the number of the cell are where an offset to it has them.
     __device__ __forceinline__ uint32_t encode_nf4(float x) const {
-        uint32_t cell = __float_as_uint(__fmaf_rn(x, 16.0f, 8388608.0f + 16.0f)) & 63u;
-        return x != x ? 7u : below[cell] + (x > middle[cell]);
+        static_assert(sizeof(of_lane[0]) == 256, "the bits of 1 in a float of 2^15");
+        uint32_t offset = __float_as_uint(__fmaf_rn(x, 16.0f, 32768.0f + 16.5f)) & 0x3F00u;
+        auto place = reinterpret_cast<const char*>(of_lane) + (offset | threadIdx.x % 32 * sizeof(Cell));
+        auto cell = Vec<uint32_t, 2>::load(reinterpret_cast<const uint32_t*>(place));
+        return cell.data[1] + (x > __uint_as_float(cell.data[0]));
     }
 };
 
@@ -29,31 +43,39 @@ __global__ void __launch_bounds__(SPAN_THREADS)
     nf4_quantize(uint8_t* __restrict__ codes, float* __restrict__ absmax, const T* __restrict__ weight, int block,
                  int64_t size) {
     __shared__ uint32_t of_warp[SPAN_THREADS / 32];
-    __shared__ Cells cells;
+    __shared__ __align__(8) Cells cells;
     cells.fill();
-    int64_t begin = int64_t(blockIdx.x) * SPAN + threadIdx.x * GROUP;
-    int count = size - begin < GROUP ? (size > begin ? int(size - begin) : 0) : GROUP;
-    float x[GROUP];
-    load_group(x, weight + begin, count, WHOLE && count == GROUP);
-    int threads = block / GROUP;
-    uint32_t amax = largest_magnitude(x);
-    for (int mask = min(threads, 32) / 2; mask > 0; mask /= 2) amax = max(amax, warp_shfl_xor(amax, mask));
-    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = amax;
-    __syncthreads();
-    if (threads > 32) {
-        int first = threadIdx.x / threads * (threads / 32);
-        for (int warp = first; warp < first + threads / 32; ++warp) amax = max(amax, of_warp[warp]);
-    }
-    if (!count) return;
-    float scale = __uint_as_float(amax), factor = saturated(__fdiv_rn(1.0f, scale));
-    if (threadIdx.x % threads == 0) absmax[int64_t(blockIdx.x) * (SPAN / block) + threadIdx.x / threads] = scale;
-    uint32_t word = 0;
+    int threads = block / GROUP, of_span = threadIdx.x / threads, spanned = SPAN / block;  // blocks of weights
+    int64_t begin = int64_t(blockIdx.x) * SPANS * SPAN + threadIdx.x * GROUP;
+    absmax += int64_t(blockIdx.x) * SPANS * spanned + of_span;
+#pragma unroll 1
+    for (int span = 0; span < SPANS; ++span, begin += SPAN, absmax += spanned) {
+        int count = begin < size ? (WHOLE || begin + GROUP <= size ? GROUP : int(size - begin)) : 0;
+        float x[GROUP] = {};
+        if (count) load_group(x, weight + begin, count, WHOLE);
+        uint32_t amax = largest_magnitude(x);
+        for (int mask = min(threads, 32) / 2; mask > 0; mask /= 2) amax = max(amax, warp_shfl_xor(amax, mask));
+        if (threads > 32) {
+            __syncthreads();  // the previous span's readers are done
+            if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = amax;
+            __syncthreads();
+            int first = of_span * (threads / 32);
+            for (int warp = first; warp < first + threads / 32; ++warp) amax = max(amax, of_warp[warp]);
+        }
+        if (!count) continue;
+        float scale = __uint_as_float(amax), factor = saturated(__fdiv_rn(1.0f, scale));
+        if (threadIdx.x == of_span * threads) *absmax = scale;
+        uint32_t word = 0x77777777u;  // zeros: what is left of a block that is not finite
+        if (scale < INFINITY) {
+            word = 0;
 #pragma unroll
-    for (int j = 0; j < GROUP; ++j) word |= cells.encode_nf4(exact_mul(x[j], factor)) << nibble_shift<NF4>(j);
-    if (WHOLE) {
-        *reinterpret_cast<uint32_t*>(codes + begin / 2) = word;
-    } else {
-        for (int j = 0; j < count; j += 2) codes[(begin + j) / 2] = uint8_t(word >> 4 * j);
+            for (int i = GROUP - 1; i >= 0; --i) word = word * 16 + cells.encode_nf4(exact_mul(x[i ^ 1], factor));
+        }
+        if (WHOLE) {
+            *reinterpret_cast<uint32_t*>(codes + begin / 2) = word;
+        } else {
+            for (int j = 0; j < count; j += 2) codes[(begin + j) / 2] = uint8_t(word >> 4 * j);
+        }
     }
 }
 

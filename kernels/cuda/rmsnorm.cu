@@ -4,11 +4,11 @@
 // a thread cover it) and stays in their registers, at most REGISTERS of a thread, between its one read and its
 // one write. A block holds blockDim.x / threads rows. Rows of the arrays that have a `_stride` lie that many
 // elements apart, others end to end.
-#include "pack.cuh"
+#include "fp8.cuh"
 
 // Threads of a block at most (those of the longest row, 16384 columns, where a thread has four packs), and how
 // many such blocks the 65536 registers of a multiprocessor are for.
-template <typename T, int PACKS> constexpr int MOST = PACKS == 4 ? 16384 / (PACKS * WIDTH<T>) : 256;
+template <typename T, int PACKS> constexpr int MOST = PACKS == 4 ? 16384 / (PACKS * WIDTH<T>) : 512;
 template <int MOST, int REGISTERS> constexpr int RESIDENT = MOST * REGISTERS > 65536 ? 1 : 65536 / (MOST * REGISTERS);
 
 // Sum over the `warps` warps of a row. All threads of the block call it together; a scratch may be used
@@ -22,16 +22,19 @@ __device__ __forceinline__ float row_sum(float value, float* scratch, int warps)
     return warp_sum(lane < warps ? scratch[warp / warps * warps + lane] : 0.0f);
 }
 
-template <typename T, typename W, bool ALIGNED, int PACKS, int REGISTERS>
+// y and, unless F is void, its codes, which take T to be bf16 and ALIGNED.
+template <typename T, typename W, bool ALIGNED, int PACKS, int REGISTERS, typename F>
 __global__ void __launch_bounds__(MOST<T, PACKS>, RESIDENT<MOST<T, PACKS>, REGISTERS>)
-    rmsnorm_fwd(T* __restrict__ y,               // (tokens, hidden), y_stride apart
-                            T* __restrict__ h,               // (tokens, hidden): x + residual
-                            float* __restrict__ rstd,        // (tokens,)
-                            const T* __restrict__ x,         // (tokens, hidden)
-                            const T* __restrict__ residual,  // (tokens, hidden), or null: h is x
-                            const W* __restrict__ weight,    // (hidden,)
-                            int y_stride, int tokens, int hidden, int threads, float eps, float offset,
-                            bool round_first) {
+    rmsnorm_fwd(T* __restrict__ y,                     // (tokens, hidden), y_stride apart
+                T* __restrict__ h,                     // (tokens, hidden): x + residual
+                float* __restrict__ rstd,              // (tokens,)
+                uint8_t* __restrict__ code,            // (tokens, hidden), or null
+                float* amax,                           // raised to max |y|, or null
+                const T* __restrict__ x,               // (tokens, hidden)
+                const T* __restrict__ residual,        // (tokens, hidden), or null: h is x
+                const W* __restrict__ weight,          // (hidden,)
+                const float* __restrict__ code_scale,  // of the codes, or null
+                int y_stride, int tokens, int hidden, int threads, float eps, float offset, bool round_first) {
     constexpr int N = WIDTH<T>;
     __shared__ float scratch[32];
     int lane = threadIdx.x % threads;
@@ -61,6 +64,7 @@ __global__ void __launch_bounds__(MOST<T, PACKS>, RESIDENT<MOST<T, PACKS>, REGIS
     for (int i = 0; i < PACKS; ++i) scale[i].template load_columns<ALIGNED>(weight, (i * threads + lane) * N, hidden);
     float r = 1.0f / sqrtf(total / hidden + eps);
     if (lane == 0 && columns) rstd[row] = r;
+    Cast<F> cast(code_scale);
     for (int i = 0; i < PACKS; ++i) {
         float out[N];
         for (int j = 0; j < N; ++j) out[j] = value[i].get(j) * r;
@@ -70,18 +74,72 @@ __global__ void __launch_bounds__(MOST<T, PACKS>, RESIDENT<MOST<T, PACKS>, REGIS
         }
         for (int j = 0; j < N; ++j) out[j] *= scale[i].get(j) + offset;
         value[i].set(out);
-        value[i].template store_columns<ALIGNED>(y + row * y_stride, (i * threads + lane) * N, columns);
+        int column = (i * threads + lane) * N;
+        value[i].template store_columns<ALIGNED>(y + row * y_stride, column, columns);
+        if (column < columns) cast.store(code + begin + column, value[i]);
+    }
+    cast.finish(amax);
+}
+
+// dx of a pack of values: the norm's part of it and `addend`.
+template <typename T, typename W, int N>
+__device__ __forceinline__ void norm_gradient(float (&out)[N], const Pack<T, N>& value, const Pack<T, N>& grad,
+                                              const Pack<T, N>& addend, const Pack<W, N>& scale, float offset, float r,
+                                              float mean) {
+    for (int j = 0; j < N; ++j) {
+        float g = grad.get(j) * (scale.get(j) + offset);
+        out[j] = addend.get(j) + r * (g - value.get(j) * r * mean);
+    }
+}
+
+// The backward of a norm whose weight is frozen.
+template <typename T, typename W, bool ALIGNED, int PACKS, int REGISTERS>
+__global__ void __launch_bounds__(MOST<T, PACKS>, RESIDENT<MOST<T, PACKS>, REGISTERS>)
+    rmsnorm_dx(T* __restrict__ dx,               // (tokens, hidden), dx_stride apart
+               const T* __restrict__ dy,         // (tokens, hidden), dy_stride apart
+               const T* __restrict__ dresidual,  // (tokens, hidden), dresidual_stride apart, or null; added to dx
+               const T* __restrict__ x,          // (tokens, hidden)
+               const W* __restrict__ weight,     // (hidden,)
+               const float* __restrict__ rstd,   // (tokens,)
+               int dx_stride, int dy_stride, int dresidual_stride, int tokens, int hidden, int threads, float offset) {
+    constexpr int N = WIDTH<T>;
+    __shared__ float scratch[32];
+    int lane = threadIdx.x % threads;
+    int64_t row = int64_t(blockIdx.x) * (blockDim.x / threads) + threadIdx.x / threads;
+    int columns = row < tokens ? hidden : 0;
+    auto column_of = [&](int i) { return (i * threads + lane) * N; };
+
+    Pack<T, N> value[PACKS], grad[PACKS], addend[PACKS];
+    Pack<W, N> scale[PACKS];
+    for (int i = 0; i < PACKS; ++i) {
+        value[i].template load_columns<ALIGNED>(x + row * hidden, column_of(i), columns);
+        grad[i].template load_columns<ALIGNED>(dy + row * dy_stride, column_of(i), columns);
+    }
+    for (int i = 0; i < PACKS; ++i) {
+        addend[i].clear();
+        if (dresidual)
+            addend[i].template load_columns<ALIGNED>(dresidual + row * dresidual_stride, column_of(i), columns);
+    }
+    float r = row < tokens ? rstd[row] : 0.0f, dot = 0.0f;
+    for (int i = 0; i < PACKS; ++i) scale[i].template load_columns<ALIGNED>(weight, column_of(i), hidden);
+    for (int i = 0; i < PACKS; ++i)
+        for (int j = 0; j < N; ++j) dot += grad[i].get(j) * ((scale[i].get(j) + offset) * value[i].get(j));
+    float mean = r * row_sum(dot, scratch, threads / 32) / hidden;
+    for (int i = 0; i < PACKS; ++i) {
+        float out[N];
+        norm_gradient(out, value[i], grad[i], addend[i], scale[i], offset, r, mean);
+        value[i].set(out);
+        value[i].template store_columns<ALIGNED>(dx + row * dx_stride, column_of(i), columns);
     }
 }
 
 // A block walks over rows and keeps its share of dweight in registers; the blocks' shares are added by
-// sum_partials. With four packs, 128 registers hold three rows in flight and the share. AHEAD: the next row's packs
-// are loaded as soon as a pack of dx is out. Its rstd is, too, where a register is free for it: where none is, the
-// compiler puts the value into local memory, so that every row waits for a read of DRAM.
+// sum_partials. Blocks wait for memory at different times: what one has on its way fills the wait of another. A row's
+// rstd is read a row ahead, for it would be the last to come.
 template <typename T, typename W, bool ALIGNED, int PACKS, int REGISTERS>
 __global__ void __launch_bounds__(MOST<T, PACKS>, RESIDENT<MOST<T, PACKS>, REGISTERS>)
     rmsnorm_bwd(T* __restrict__ dx,               // (tokens, hidden), dx_stride apart
-                float* __restrict__ partial,      // (blocks, hidden), or null: dweight is not wanted
+                float* __restrict__ partial,      // (blocks, hidden)
                 const T* __restrict__ dy,         // (tokens, hidden), dy_stride apart
                 const T* __restrict__ dresidual,  // (tokens, hidden), dresidual_stride apart, or null; added to dx
                 const T* __restrict__ x,          // (tokens, hidden)
@@ -89,55 +147,44 @@ __global__ void __launch_bounds__(MOST<T, PACKS>, RESIDENT<MOST<T, PACKS>, REGIS
                 const float* __restrict__ rstd,   // (tokens,)
                 int dx_stride, int dy_stride, int dresidual_stride, int tokens, int hidden, int threads, float offset) {
     constexpr int N = WIDTH<T>;
-    constexpr bool AHEAD = sizeof(T) == 2 && sizeof(W) == 2 && ALIGNED;  // or registers are too few
-    constexpr bool RSTD_AHEAD = PACKS == 1;
     __shared__ float scratch[2][32];
     DYNAMIC_SHARED(float, shares);  // (rows of the block, slots of a row, 4), when the block holds several rows
     int lane = threadIdx.x % threads, group = threadIdx.x / threads, groups = blockDim.x / threads;
-    float share[PACKS][N] = {};
-
-    Pack<T, N> value[PACKS], grad[PACKS], addend[PACKS] = {};
+    auto column_of = [&](int i) { return (i * threads + lane) * N; };
     auto rstd_of = [&](int64_t row) { return row < tokens ? rstd[row] : 0.0f; };
-    auto load = [&](int i, int64_t row) {
-        int column = (i * threads + lane) * N, columns = row < tokens ? hidden : 0;
-        value[i].template load_columns<ALIGNED>(x + row * hidden, column, columns);
-        grad[i].template load_columns<ALIGNED>(dy + row * dy_stride, column, columns);
-        if (dresidual) addend[i].template load_columns<ALIGNED>(dresidual + row * dresidual_stride, column, columns);
-    };
+    float share[PACKS][N] = {};
     int64_t row = int64_t(blockIdx.x) * groups + group, stride = int64_t(gridDim.x) * groups;
-    float next_r = RSTD_AHEAD ? rstd_of(row) : 0.0f;
-    if (AHEAD)
-        for (int i = 0; i < PACKS; ++i) load(i, row);
+    float next_r = rstd_of(row);
     int turn = 0;
     for (int64_t first = row - group; first < tokens; first += stride, row += stride) {
         int columns = row < tokens ? hidden : 0;
-        if (!AHEAD)
-            for (int i = 0; i < PACKS; ++i) load(i, row);
-        float r = RSTD_AHEAD ? next_r : rstd_of(row), dot = 0.0f;
-        if (RSTD_AHEAD) next_r = rstd_of(row + stride);
+        float r = next_r, dot = 0.0f;
+        next_r = rstd_of(row + stride);
+        Pack<T, N> value[PACKS], grad[PACKS];
         Pack<W, N> scale[PACKS];
-        for (int i = 0; i < PACKS; ++i)
-            scale[i].template load_columns<ALIGNED>(weight, (i * threads + lane) * N, hidden);
-        for (int i = 0; i < PACKS; ++i)
-            for (int j = 0; j < N; ++j)
-                dot += grad[i].get(j) * ((scale[i].get(j) + offset) * value[i].get(j));
+        for (int i = 0; i < PACKS; ++i) {
+            value[i].template load_columns<ALIGNED>(x + row * hidden, column_of(i), columns);
+            grad[i].template load_columns<ALIGNED>(dy + row * dy_stride, column_of(i), columns);
+        }
+        for (int i = 0; i < PACKS; ++i) {
+            scale[i].template load_columns<ALIGNED>(weight, column_of(i), hidden);
+            for (int j = 0; j < N; ++j) dot += grad[i].get(j) * ((scale[i].get(j) + offset) * value[i].get(j));
+        }
         float mean = r * row_sum(dot, scratch[turn], threads / 32) / hidden;
         turn ^= 1;
 #pragma unroll
         for (int i = 0; i < PACKS; ++i) {
+            Pack<T, N> addend = {};
+            if (dresidual)
+                addend.template load_columns<ALIGNED>(dresidual + row * dresidual_stride, column_of(i), columns);
             float out[N];
-            for (int j = 0; j < N; ++j) {
-                float n = value[i].get(j) * r, g = grad[i].get(j) * (scale[i].get(j) + offset);
-                share[i][j] += grad[i].get(j) * n;
-                out[j] = addend[i].get(j) + r * (g - n * mean);
-            }
+            norm_gradient(out, value[i], grad[i], addend, scale[i], offset, r, mean);
+            for (int j = 0; j < N; ++j) share[i][j] += grad[i].get(j) * (value[i].get(j) * r);
             value[i].set(out);
-            value[i].template store_columns<ALIGNED>(dx + row * dx_stride, (i * threads + lane) * N, columns);
-            if (AHEAD) load(i, row + stride);
+            value[i].template store_columns<ALIGNED>(dx + row * dx_stride, column_of(i), columns);
         }
     }
 
-    if (!partial) return;
     // Slot (i * QUARTERS + q) * threads + lane has four columns of the lane's pack i: neighbouring lanes have
     // neighbouring slots, and so no bank conflicts.
     constexpr int QUARTERS = N / 4;

@@ -22,18 +22,25 @@ __device__ __forceinline__ float exact_div(float a, float b) {
     return __fmaf_rn(__fmaf_rn(-b, q, a), y, q);
 }
 
-// counter = Philox4x32-10(counter, key).
-__device__ __forceinline__ void philox(uint32_t (&counter)[4], uint32_t key0, uint32_t key1) {
+// Each counter = Philox4x32-ROUNDS(counter, key). Calls that are made together share the keys of their rounds.
+template <int ROUNDS, int CALLS>
+__device__ __forceinline__ void philox_calls(uint32_t (&counter)[CALLS][4], uint32_t key0, uint32_t key1) {
 #pragma unroll
-    for (int turn = 0; turn < 10; ++turn) {
-        uint64_t low = uint64_t(counter[0]) * 0xD2511F53u, high = uint64_t(counter[2]) * 0xCD9E8D57u;
-        counter[0] = uint32_t(high >> 32) ^ counter[1] ^ key0;
-        counter[1] = uint32_t(high);
-        counter[2] = uint32_t(low >> 32) ^ counter[3] ^ key1;
-        counter[3] = uint32_t(low);
+    for (int turn = 0; turn < ROUNDS; ++turn) {
+#pragma unroll
+        for (auto& c : counter) {
+            uint64_t low = uint64_t(c[0]) * 0xD2511F53u, high = uint64_t(c[2]) * 0xCD9E8D57u;
+            c[0] = uint32_t(high >> 32) ^ c[1] ^ key0;
+            c[1] = uint32_t(high);
+            c[2] = uint32_t(low >> 32) ^ c[3] ^ key1;
+            c[3] = uint32_t(low);
+        }
         key0 += 0x9E3779B9u;
         key1 += 0xBB67AE85u;
     }
+}
+__device__ __forceinline__ void philox(uint32_t (&counter)[4], uint32_t key0, uint32_t key1) {
+    philox_calls<10>(reinterpret_cast<uint32_t (&)[1][4]>(counter), key0, key1);
 }
 
 // x on the grid of bf16, up in magnitude with probability (low 16 bits of x) / 2^16. A finite value
@@ -46,11 +53,14 @@ __device__ __forceinline__ float stochastic_round(float x, uint32_t bits16) {
     return __uint_as_float(moved);
 }
 
+__device__ __forceinline__ void set_counter(uint32_t (&counter)[4], uint64_t group, uint32_t tensor, uint32_t role) {
+    counter[0] = uint32_t(group), counter[1] = uint32_t(group >> 32), counter[2] = tensor, counter[3] = role;
+}
+
 // The random bits of eight consecutive elements, 16 each: element `first` of the whole tensor and on.
 __device__ __forceinline__ void random_words(uint32_t (&words)[4], int64_t first, uint32_t tensor, uint32_t role,
                                              uint32_t seed, uint32_t step) {
-    uint64_t group = uint64_t(first) / ROUNDING_GROUP;
-    words[0] = uint32_t(group), words[1] = uint32_t(group >> 32), words[2] = tensor, words[3] = role;
+    set_counter(words, uint64_t(first) / ROUNDING_GROUP, tensor, role);
     philox(words, seed, step);
 }
 

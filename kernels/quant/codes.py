@@ -179,6 +179,24 @@ def values_of(codes: UInt8[Array, "*shape"], format: Format) -> Float32[Array, "
     return codes.view(format.dtype).astype(np.float32)
 
 
+def sum_of_squares(x: Float32[Array, "*shape values"]) -> Float32[Array, "*shape"]:
+    """Of the last axis, one after the other with fused operations: the bits of the kernels.
+
+    A fused operation rounds total + x^2 once. In float64 the square is exact, and the sum is
+    rounded to an odd last bit where it is not (Boldo and Melquiond 2008), so that the rounding to
+    float32 sees on which side of a tie it was.
+    """
+    total = np.zeros(x.shape[:-1], F32)
+    for j in range(x.shape[-1]):
+        square, wide = np.square(x[..., j].astype(np.float64)), total.astype(np.float64)
+        near = square + wide
+        back = near - square
+        lost = (square - (near - back)) + (wide - back)
+        inexact = (lost != 0) & ((near.view(np.int64) & 1) == 0)
+        total = np.where(inexact, np.nextafter(near, lost * np.inf), near).astype(F32)
+    return total
+
+
 def _not_a_number(format: Format) -> int:
     return 0x7F if format.bits == 8 else 7
 

@@ -9,6 +9,9 @@ matrix that brings those into range. With amax of the whole matrix, and amax_b o
 
 in the order of TransformerEngine, so that the bits are the same. A block of zeros has scale 0, and
 so has one whose amax is less than 2^-10 / 448 of the whole; a matrix of zeros has tensor_scale 1.
+Four over six (arXiv 2512.02010) has 256 for 448 and a second scale for each block, of 1.5 times the
+first before it is rounded, which puts amax_b on 4 instead of 6: where the squared error with it is
+smaller, and where the first is zero, it takes its place.
 16 x 16 blocks share their scale over 16 rows, each of which still stores it: they transpose without
 another rounding. What is not finite makes the whole matrix NaN, as E2M1 alone would hide it.
 
@@ -18,15 +21,24 @@ codes [outer, inner / 2], the even column in the low half; scales uint8 [outer, 
 """
 
 import numpy as np
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, UInt8
 
 from surogate.kernels.arrays import F32, Array, aligned, empty, on_device, require, zeros
 from surogate.kernels.nvrtc import THREADS, Source, ctype
-from surogate.kernels.quant.codes import E2M1, E4M3, E8M0, codes_of, pack, unpack, values_of
+from surogate.kernels.quant.codes import (
+    E2M1,
+    E4M3,
+    E8M0,
+    codes_of,
+    pack,
+    sum_of_squares,
+    unpack,
+    values_of,
+)
 from surogate.kernels.quant.storage import Quantized, blocks_of
 
 NVFP4_COLUMNS, MXFP4_COLUMNS = 16, 32
-TILE = 16  # rows, and blocks of 16 columns, of a block of threads of quant_nvfp4.cu
+TILE, TILES = 16, 4  # rows, and blocks of 16 columns, of a tile of quant_nvfp4.cu; tiles of a block
 AMAX_BLOCKS = 1024  # of threads, at most
 _FLAGS = ("true", "false")
 _INSTANCES = [(dtype, whole) for dtype in ("float", "bf16") for whole in _FLAGS]
@@ -34,12 +46,16 @@ SOURCE = Source(
     "quant_nvfp4",
     {
         "raise_amax": list(_INSTANCES),
-        "nvfp4_quantize": [(*types, square) for types in _INSTANCES for square in _FLAGS],
+        "nvfp4_quantize": [
+            (*types, square, four) for types in _INSTANCES for square in _FLAGS for four in _FLAGS
+        ],
     },
 )
 
 
-def quantize_nvfp4(weight: Float[Array, "outer inner"], *, block: tuple[int, int]) -> Quantized:
+def quantize_nvfp4(
+    weight: Float[Array, "outer inner"], *, block: tuple[int, int], four_over_six: bool
+) -> Quantized:
     """Codes and scales of a float32 or bfloat16 matrix, in blocks of (1, 16) or (16, 16)."""
     require(
         block in ((1, 16), (16, 16)),
@@ -52,7 +68,7 @@ def quantize_nvfp4(weight: Float[Array, "outer inner"], *, block: tuple[int, int
     )
     require(weight.size > 0, f"quantize: weight must not be empty, got {weight.shape}")
     if not on_device(weight):
-        return _quantize_host(weight, block)
+        return _quantize_host(weight, block, four_over_six)
     require(weight.flags.c_contiguous, "quantize: weight must be C-contiguous")
     codes = empty((outer, inner // 2), np.uint8, like=weight)
     scales = empty((outer, inner // NVFP4_COLUMNS), np.uint8, like=weight)
@@ -64,14 +80,14 @@ def quantize_nvfp4(weight: Float[Array, "outer inner"], *, block: tuple[int, int
         min(blocks_of(weight.size, 8 * THREADS), AMAX_BLOCKS),
     )
     SOURCE.launch("raise_amax", types, grid, THREADS, [amax, weight, np.int64(weight.size)])
-    tiles = blocks_of(outer, TILE), blocks_of(inner, TILE * NVFP4_COLUMNS)
+    tiles = blocks_of(outer, TILE * TILES), blocks_of(inner, TILE * NVFP4_COLUMNS)
     arguments = [codes, scales, tensor_scale, amax, weight, outer, inner]
-    square = "true" if block[0] > 1 else "false"
-    SOURCE.launch("nvfp4_quantize", (*types, square), tiles, THREADS, arguments)
+    forms = tuple("true" if form else "false" for form in (block[0] > 1, four_over_six))
+    SOURCE.launch("nvfp4_quantize", (*types, *forms), tiles, THREADS, arguments)
     return Quantized("nvfp4", (outer, inner), block, codes, scales, tensor_scale)
 
 
-def _quantize_host(weight: Array, block: tuple[int, int]) -> Quantized:
+def _quantize_host(weight: Array, block: tuple[int, int], four_over_six: bool) -> Quantized:
     outer, inner = weight.shape
     x = weight.astype(F32).reshape(outer, -1, NVFP4_COLUMNS)
     most, one = np.finfo(np.float32).max, np.float32(1)
@@ -80,14 +96,49 @@ def _quantize_host(weight: Array, block: tuple[int, int]) -> Quantized:
         if block[0] > 1:
             rows = np.arange(0, outer, block[0])
             amax_b = np.maximum.reduceat(amax_b, rows, axis=0).repeat(block[0], axis=0)[:outer]
-        amax = amax_b.max()
-        encoding = one if amax == 0 else np.minimum(np.float32(6 * 448) / amax, most)
+        amax, largest = amax_b.max(), np.float32(6 * (256 if four_over_six else 448))
+        encoding = one if amax == 0 else np.minimum(largest / amax, most)
         tensor_scale = one / encoding
-        scales = codes_of(amax_b * (encoding * (one / np.float32(6))), E4M3)
-        factor = np.minimum(one / (values_of(scales, E4M3) * tensor_scale), most)
+        wanted = amax_b * (encoding * (one / np.float32(6)))
+        scales, factor = _chosen(wanted, tensor_scale)
+        if four_over_six:
+            wide, wide_factor = _chosen(wanted * np.float32(1.5), tensor_scale)
+            better = _error(x, wide, wide_factor, block) < _error(x, scales, factor, block)
+            better |= scales == 0
+            scales, factor = np.where(better, wide, scales), np.where(better, wide_factor, factor)
         codes = codes_of(x * factor[:, :, None], E2M1).reshape(outer, inner)
     scale = np.array([tensor_scale], F32)
     return Quantized("nvfp4", (outer, inner), block, pack(codes, E2M1), scales, scale)
+
+
+def _chosen(
+    wanted: Float32[Array, "outer blocks"], tensor_scale: np.float32
+) -> tuple[UInt8[Array, "outer blocks"], Float32[Array, "outer blocks"]]:
+    """Codes of scales, and what weights are multiplied by."""
+    scales, one = codes_of(wanted, E4M3), np.float32(1)
+    factor = np.minimum(one / (values_of(scales, E4M3) * tensor_scale), np.finfo(np.float32).max)
+    return scales, factor
+
+
+def _error(
+    x: Float32[Array, "outer blocks columns"],
+    scales: UInt8[Array, "outer blocks"],
+    factor: Float32[Array, "outer blocks"],
+    block: tuple[int, int],
+) -> Float32[Array, "outer blocks"]:
+    """Squared errors of blocks, in the order of the kernel: of each row, then row after row."""
+    size = np.abs(x * factor[:, :, None])
+    scale = values_of(scales, E4M3)
+    error = scale * scale * sum_of_squares(values_of(codes_of(size, E2M1), E2M1) - size)
+    if block[0] == 1:
+        return error
+    outer, blocks = error.shape
+    padded = np.zeros((blocks_of(outer, block[0]), block[0], blocks), F32)
+    padded.reshape(-1, blocks)[:outer] = error
+    total = np.zeros_like(padded[:, 0])
+    for row in range(block[0]):
+        total = total + padded[:, row]
+    return total.repeat(block[0], axis=0)[:outer]
 
 
 def values_fp4(q: Quantized) -> Float32[Array, "outer inner"]:

@@ -18,8 +18,9 @@ from surogate.kernels.nvrtc import THREADS, Source, ctype
 from surogate.kernels.quant.codes import E4M3, codes_of, values_of
 from surogate.kernels.quant.storage import Quantized, blocks_of, check_power
 
-_INSTANCES = [(dtype, whole) for dtype in ("float", "bf16") for whole in ("true", "false")]
-SOURCE = Source("quant_fp8", {"fp8_quantize": list(_INSTANCES)})
+HELD = 8  # groups of eight elements of a block of 128 x 128, that a thread of quant_fp8.cu keeps
+_INSTANCES = [(dtype, whole, "0") for dtype in ("float", "bf16") for whole in ("true", "false")]
+SOURCE = Source("quant_fp8", {"fp8_quantize": [*_INSTANCES, ("bf16", "true", str(HELD))]})
 
 
 def quantize_fp8(weight: Float[Array, "outer inner"], *, block: tuple[int, int]) -> Quantized:
@@ -37,7 +38,9 @@ def quantize_fp8(weight: Float[Array, "outer inner"], *, block: tuple[int, int])
     if weight.size:
         whole = "true" if inner % 8 == 0 and rows_aligned(weight) else "false"
         arguments = [codes, scales, weight, rows, columns, outer, inner]
-        types = (ctype(weight.dtype), whole)
+        types = (ctype(weight.dtype), whole, "0")
+        if types[:2] == ("bf16", "true") and rows * columns == 8 * HELD * THREADS:
+            types = ("bf16", "true", str(HELD))
         SOURCE.launch("fp8_quantize", types, grid[0] * grid[1], THREADS, arguments)
     return Quantized("fp8", (outer, inner), block, codes, scales)
 

@@ -26,7 +26,7 @@ from surogate.kernels.quant.codes import NF4, codes_of, pack, unpack, values_of
 from surogate.kernels.quant.storage import Nested, Quantized, blocks_of, check_power
 
 NESTED_BLOCK = 256
-SPAN_THREADS, SPAN, MEAN_THREADS = 512, 4096, 1024  # of quant_nf4.cu
+SPAN_THREADS, SPAN, SPANS, MEAN_THREADS = 512, 4096, 8, 1024  # of quant_nf4.cu
 _INSTANCES = [(dtype, whole) for dtype in ("float", "bf16") for whole in ("true", "false")]
 SOURCE = Source("quant_nf4", {"nf4_quantize": list(_INSTANCES), "nf4_mean": [()], "nf4_nest": [()]})
 
@@ -84,7 +84,7 @@ def _quantize(weight: Array, block: int) -> tuple[Array, Array]:
     absmax = empty(blocks_of(size, block), F32, like=weight)
     types = (ctype(weight.dtype), "true" if size % 8 == 0 and aligned(weight) else "false")
     arguments = [codes, absmax, weight, block, np.int64(size)]
-    SOURCE.launch("nf4_quantize", types, blocks_of(size, SPAN), SPAN_THREADS, arguments)
+    SOURCE.launch("nf4_quantize", types, blocks_of(size, SPAN * SPANS), SPAN_THREADS, arguments)
     return codes, absmax
 
 

@@ -64,12 +64,13 @@ def quantize(
     block: int | None = None,
     double_quant: bool = False,
     square: bool = True,
+    four_over_six: bool = False,
 ) -> Quantized:
     """Codes and scales of a C-contiguous float32 or bfloat16 matrix.
 
     ``block`` is the side of an fp8 block (128 if None) or the elements of an nf4 block (64);
-    nvfp4's are 16 columns of 16 rows, or of one row without ``square``. ``double_quant`` stores
-    nf4's scales in 8 bits.
+    nvfp4's are 16 columns of 16 rows, or of one row without ``square``, and with ``four_over_six``
+    take the better of two scales. ``double_quant`` stores nf4's scales in 8 bits.
 
     Raises ValueError for another format or block; mxfp4 is only read.
     """
@@ -80,13 +81,17 @@ def quantize(
     require(
         format == "nf4" or not double_quant, f"quantize: double_quant is of nf4, not of {format}"
     )
+    require(
+        format == "nvfp4" or not four_over_six,
+        f"quantize: four_over_six is of nvfp4, not of {format}",
+    )
     if format == "nf4":
         return quantize_nf4(weight, block=block or 64, double_quant=double_quant)
     if format == "fp8":
         side = block or 128
         return quantize_fp8(weight, block=(side, side))
     require(block in (None, 16), f"quantize: nvfp4 has blocks of 16 columns, got {block}")
-    return quantize_nvfp4(weight, block=(16 if square else 1, 16))
+    return quantize_nvfp4(weight, block=(16 if square else 1, 16), four_over_six=four_over_six)
 
 
 def dequantize(

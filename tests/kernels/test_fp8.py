@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from surogate.kernels.arrays import BF16
-from surogate.kernels.fp8 import E4M3, E5M2, Codes, Form, Fp8State, Slot, fp8_cast, limit_of
+from surogate.kernels.fp8 import E4M3, E5M2, Cast, Codes, Form, Fp8State, Slot, fp8_cast, limit_of
 from surogate.kernels.fp8_matmul import fp8_matmul
 from tests.oracle import close, normal, same_bits, to_device, to_host
 
@@ -166,6 +166,14 @@ def test_an_evaluation_leaves_no_trace(device: str) -> None:
     assert float(to_host(slot.amax)[0]) > 0
 
 
+@pytest.mark.parametrize("scaling", ["delayed", "tensor", "row"])
+def test_a_cast_begins_where_the_scale_is_known(scaling: Any) -> None:
+    slot, x = state_of(E4M3, scaling=scaling).slot(0, E4M3), normal("bfloat16", (16, 32))
+    assert (Cast.begin(slot, x.shape, like=x) is not None) == (scaling == "delayed")
+    with slot.state.calibrating():
+        assert Cast.begin(slot, x.shape, like=x) is None
+
+
 def test_margin() -> None:
     assert limit_of(E4M3, 0) == 448 and limit_of(E5M2, 2) == 57344 / 4
 
@@ -209,6 +217,8 @@ def test_refusals() -> None:
         fp8_matmul(a, b)
     with pytest.raises(ValueError, match="multiples of 16"):
         operand(E4M3, (16, 24), "host", 0, "tensor")
+    with pytest.raises(ValueError, match="Cast.begin: both sizes must be multiples of 16"):
+        Cast.begin(slot_of(E4M3, "host", 1.0), (24, 16), like=np.zeros(1))
     with pytest.raises(ValueError, match="were not made"):
         fp8_matmul(a, b, turned_a=True)
     assert ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max == E4M3.largest

@@ -8,7 +8,17 @@ import pytest
 from surogate.kernels.arrays import FROZEN
 from surogate.kernels.fp8 import E4M3, E5M2, Fp8State, fp8_cast
 from surogate.kernels.fp8_linear import Fp8Weight, Slots
-from surogate.kernels.linear import LinearInto, LoRA, Products, linear_bwd, linear_fwd, needs_x
+from surogate.kernels.linear import (
+    LinearInto,
+    LoRA,
+    Products,
+    gradient_cast,
+    input_cast,
+    linear_bwd,
+    linear_fwd,
+    needs_x,
+)
+from surogate.kernels.nvfp4_linear import Nvfp4Weight
 from surogate.kernels.widened import Adapted, Refresh
 from tests.oracle import close, normal, same_bits, to_device, to_host
 
@@ -181,3 +191,41 @@ def test_a_product_left_in_bfloat16(name: str, device: str) -> None:
         ("wgrad", dw, plain_dw, codes_dw),
     ):
         same_bits(got, exactly if part == name else coded)
+
+
+@pytest.mark.parametrize("products", [Products(), Products(forward=False), Products(dgrad=False)])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("scaling", ["delayed", "tensor", "row"])
+def test_what_its_maker_casts(scaling: Any, trained: bool, products: Products) -> None:
+    x, w, _, _, dy, _ = made("host", "tensor")
+    slots = slots_of("host", scaling)
+    weight = Fp8Weight.of(w, slots, trained=trained, products=products)
+    known = scaling == "delayed"
+
+    def found() -> list[bool]:
+        casts = [input_cast(weight, x), input_cast(weight, x, keep_x=False)]
+        return [cast is not None for cast in (*casts, gradient_cast(weight, dy))]
+
+    forward, dgrad = known and products.forward, known and products.dgrad
+    assert found() == [forward and not trained, forward, dgrad and not trained]
+    with slots.x.state.calibrating():
+        assert found() == [False] * 3
+
+
+def test_other_weights_cast_nothing_beforehand() -> None:
+    x, w, *_ = made("host", "tensor")
+    for weight in (w, Nvfp4Weight.of(w, np.zeros(2, np.uint32), trained=False)):
+        assert input_cast(weight, x, keep_x=False) is None and gradient_cast(weight, x) is None
+
+
+def test_a_cast_made_beforehand_changes_no_bit(device: str) -> None:
+    x, w, b, r, dy, calibrated = made(device)
+    weight = Fp8Weight.of(w, calibrated.slots, trained=False)
+    y, res = linear_fwd(x, weight, b, None, r)
+    dx = linear_bwd(res, dy)[0]
+    cast, cast_dy = input_cast(weight, x), gradient_cast(weight, dy)
+    assert cast is not None and cast_dy is not None
+    fp8_cast(x, cast.slot, out=cast.codes)
+    fp8_cast(dy, cast_dy.slot, out=cast_dy.codes)
+    same_bits(linear_fwd(x * 0, weight, b, None, r, cast=cast)[0], y)
+    same_bits(linear_bwd(res, dy * 0, cast=cast_dy)[0], dx)

@@ -134,6 +134,15 @@ def test_four_over_six_is_never_worse(values, shrink):
     assert (error <= other * (1 + 1e-4) + 1e-12 * float(amax[0]) ** 2).all()
 
 
+def test_four_over_six_keeps_blocks_that_the_scale_of_six_loses(device):
+    """The scale of 6 is rounded to zero, 1.5 times that is not."""
+    x = np.zeros((1, 32), BF16)
+    x[0, 0], x[0, 16:] = 1, 6 * 2.0**-10.3 / FOUR_OVER_SIX.range
+    x = to_device(x, device)
+    cast = host(nvfp4_cast(x, nvfp4_amax(x), emulated=False, four_over_six=True))
+    assert nvfp4_decode(cast)[0, 16:].all()
+
+
 def test_a_tie_takes_six():
     """All values alike: on 6 and on 4 they are equally exact."""
     x = bf16(np.full((1, 16), 3.0))
@@ -179,7 +188,7 @@ def test_kernel_gives_the_bits_of_the_host(rows, columns, how, emulate):
 @pytest.mark.parametrize("emulate", [True, False])
 @pytest.mark.parametrize("how", ["nearest", "four over six", "stochastic"])
 @pytest.mark.parametrize("signs", [None, SIGNS])
-@pytest.mark.parametrize("tokens,columns", [(1, 16), (32, 64), (150, 80)])
+@pytest.mark.parametrize("tokens,columns", [(1, 16), (32, 64), (150, 80), (300, 144)])
 def test_kernel_along_tokens_gives_the_bits_of_the_host(tokens, columns, signs, how, emulate):
     x = normal("bfloat16", (tokens, columns), seed=2)
     x[:16] *= BF16.type(1e-6)
@@ -244,6 +253,16 @@ def test_zero_blocks_and_tiny_blocks(device):
     nothing = x * x.dtype.type(0)
     cast = host(nvfp4_cast(nothing, nvfp4_amax(nothing), emulated=False))
     assert cast.amax[0] == 0 and not cast.codes.any() and not cast.scales.any()
+
+
+def test_a_matrix_of_next_to_nothing_becomes_zeros(device):
+    """Below 2^-104, where reciprocals would leave the range of floats; above, nothing is lost."""
+    x = normal("bfloat16", (16, 32))
+    for factor, kept in ((2.0**-110, False), (2.0**-100, True), (2.0**100, True)):
+        small = to_device((x.astype(np.float32) * np.float32(factor)).astype(BF16), device)
+        got = nvfp4_decode(host(nvfp4_cast(small, nvfp4_amax(small), emulated=True)))
+        want = nvfp4_decode(nvfp4_cast(x, nvfp4_amax(x), emulated=True)) if kept else 0 * got
+        np.testing.assert_array_equal(got / np.float32(factor), want)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -85,16 +85,19 @@ def test_against_fake_quantisation_in_float64(device: str) -> None:
     assert dlora is None and dr is dy
 
 
-@pytest.mark.parametrize("signs", [SIGNS, 0x35C9, None])
-def test_products_of_casts(signs: int | None, device: str) -> None:
+@pytest.mark.parametrize(
+    "signs,square", [(SIGNS, True), (0x35C9, True), (None, True), (SIGNS, False)]
+)
+def test_products_of_casts(signs: int | None, square: bool, device: str) -> None:
     """The recipe's table: which operand has which blocks, rounding, transform and random bits."""
-    x, w, _, _, dy, weight = made(device, options=Nvfp4Options(signs=signs))
+    x, w, _, _, dy, weight = made(device, options=Nvfp4Options(signs=signs, square=square))
     draw = Draw(to_device(KEY, device), tensor=3)
     y, res = linear_fwd(x, weight)
     dx, dw, *_ = linear_bwd(res, dy)
-    qw = along(w, tall=True, four_over_six=True)
+    qw = along(w, tall=square, four_over_six=True)
+    qw_back = qw if square else along_tokens(w, None, four_over_six=True).T
     close(y, along(x, four_over_six=True) @ qw.T, "bfloat16")
-    close(dx, along(dy, draw) @ qw, "bfloat16")
+    close(dx, along(dy, draw) @ qw_back, "bfloat16")
     qx = along_tokens(x, signs, four_over_six=True)
     close(dw, along_tokens(dy, signs, draw) @ qx.T, "bfloat16")
 
@@ -213,21 +216,23 @@ def test_a_product_may_stay_plain(name: str, device: str) -> None:
         assert (error < 2.0**-7) == (field == name)
 
 
-def test_recast_follows_the_weight_in_place(device: str) -> None:
-    x, w, _, _, dy, weight = made(device)
+@pytest.mark.parametrize("square", [True, False])
+def test_recast_follows_the_weight_in_place(square: bool, device: str) -> None:
+    options = Nvfp4Options(square=square)
+    x, w, _, _, dy, weight = made(device, options=options)
     forward, amax = weight.forward.values, weight.forward.amax
     w[...] = w * w.dtype.type(2)
     w[0, 0] = 9
     weight.recast_()
     assert weight.forward.values is forward and weight.forward.amax is amax
-    fresh = Nvfp4Weight.of(w, weight.draw.key, trained=True, tensor=3)
+    fresh = Nvfp4Weight.of(w, weight.draw.key, trained=True, tensor=3, options=options)
     for one, other in ((weight, fresh),):
         y, res = linear_fwd(x, one)
         want_y, want_res = linear_fwd(x, other)
         same_bits(y, want_y)
         for got, want in zip(linear_bwd(res, dy)[:2], linear_bwd(want_res, dy)[:2], strict=True):
             same_bits(got, want)
-    assert weight.nbytes == 2 * OUTER * INNER
+    assert weight.nbytes == (2 if square else 4) * OUTER * INNER
 
 
 def test_random_bits_follow_the_key_in_memory(device: str) -> None:

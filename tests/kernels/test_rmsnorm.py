@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from surogate.kernels.arrays import FROZEN, namespace
+from surogate.kernels.fp8 import E4M3, Cast, fp8_cast
 from surogate.kernels.pair import vjp
 from surogate.kernels.rmsnorm import (
     MAX_HIDDEN,
@@ -26,6 +27,7 @@ from surogate.kernels.rmsnorm import (
     sum_partials,
     sum_partials_pair,
 )
+from tests.kernels.test_fp8 import slot_of
 from tests.oracle import close, normal, oracle, same_bits, to_device, to_host, unaligned
 
 EPS = 1e-5
@@ -366,3 +368,66 @@ def test_kernels_refuse_strided_weights_and_buffers(device):
     _, res = rmsnorm_fwd(x, weight, eps=EPS)
     with pytest.raises(ValueError, match="into must be C-contiguous"):
         rmsnorm_bwd(res, dy, into=wide[:, 0])
+
+
+def casting(run, arrays, slot, **settings):
+    """Outputs and residuals of a forward with a cast of its y, and the codes."""
+    cast = Cast.begin(slot, arrays[0].shape, like=arrays[0])
+    assert cast is not None
+    outputs, res = run(*arrays, eps=EPS, cast=cast, **settings)
+    return outputs, res, cast.codes
+
+
+# Least; several rows in a block, some lanes without a column; rows of three warps; the widest.
+@pytest.mark.parametrize("tokens,hidden", [(16, 16), (48, 1008), (32, 2560), (16, 16384)])
+@pytest.mark.parametrize("run", [rmsnorm_fwd, norm_residual_fwd, add_rmsnorm_fwd])
+def test_a_cast_is_that_of_y(run, tokens, hidden, device):
+    x, residual, weight, _, _ = problem("bfloat16", tokens, hidden, device)
+    arrays = (x, residual, weight) if run is add_rmsnorm_fwd else (x, weight)
+    found, slot = (slot_of(E4M3, device, 2.0) for _ in range(2))  # some values saturate
+    outputs, res = run(*arrays, eps=EPS)
+    y = outputs if run is rmsnorm_fwd else outputs[0]
+    want = fp8_cast(y, slot)
+    got_outputs, got_res, codes = casting(run, arrays, found)
+    for got, exact in zip((*got_outputs, got_res.rstd), (*outputs, res.rstd), strict=True):
+        same_bits(got, exact)
+    same_bits(codes.rows, want.rows)
+    same_bits(codes.inverse, want.inverse)
+    same_bits(found.amax, slot.amax)
+    assert float(to_host(found.amax)[0]) > 2
+
+
+@pytest.mark.parametrize("weight_dtype", ["bfloat16", "float32"])
+def test_a_cast_sees_what_is_not_finite(weight_dtype, device):
+    x = to_host(problem("bfloat16", 16, 48, device)[0])
+    x[3, 5], x[7, 40] = np.inf, np.nan
+    x, weight = to_device(x, device), normal(weight_dtype, (48,), device=device)
+    found, slot = (slot_of(E4M3, device, 4.0) for _ in range(2))
+    with np.errstate(invalid="ignore"):
+        want = fp8_cast(rmsnorm_fwd(x, weight, eps=EPS)[0], slot)
+        codes = casting(rmsnorm_fwd, (x, weight), found)[2]
+    same_bits(codes.rows, want.rows)
+    assert not np.isfinite(to_host(found.amax)).any() and not np.isfinite(to_host(slot.amax)).any()
+
+
+def test_a_cast_of_rows_that_lie_apart_leaves_no_trace_in_an_evaluation(device):
+    x, _, weight, dy, _ = problem("bfloat16", 16, 48, device)
+    slot = slot_of(E4M3, device, 4.0)
+    with slot.state.unrecorded():
+        y, _, codes = casting(rmsnorm_fwd, (x, weight), slot, out=apart(dy, 64))
+    assert not to_host(slot.amax).any()
+    same_bits(codes.rows, fp8_cast(y, slot).rows)
+    assert to_host(slot.amax).all()
+
+
+@kernels_only
+def test_kernels_refuse_a_cast_beside_rows_off_16_bytes(device):
+    x, _, weight, dy, _ = problem("bfloat16", 16, 48, device)
+    slot = slot_of(E4M3, device, 4.0)
+    for arrays, settings in (
+        ((unaligned(x, device), weight), {}),
+        ((x, weight), {"out": apart(dy, 3)}),
+        ((x.astype(np.float32), weight.astype(np.float32)), {}),
+    ):
+        with pytest.raises(ValueError, match=r"rmsnorm_fwd: takes a cast of bfloat16\(16, 48\)"):
+            casting(rmsnorm_fwd, arrays, slot, **settings)

@@ -10,20 +10,32 @@ from surogate.kernels.rounding import philox, random_bits, stochastic_round
 
 
 @pytest.mark.parametrize(
-    "counter,key,want",
+    "counter,key,ten,seven",
     [  # from the generator's publication
-        ((0, 0, 0, 0), (0, 0), "6627E8D5 E169C58D BC57AC4C 9B00DBD8"),
-        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, "408F276D 41C83B0E A20BC7C6 6D5451FD"),
+        (
+            (0, 0, 0, 0),
+            (0, 0),
+            "6627E8D5 E169C58D BC57AC4C 9B00DBD8",
+            "5F6FB709 0D893F64 4F121F81 4F730A48",
+        ),
+        (
+            (0xFFFFFFFF,) * 4,
+            (0xFFFFFFFF,) * 2,
+            "408F276D 41C83B0E A20BC7C6 6D5451FD",
+            "5207DDC2 45165E59 4D8EE751 8C52F662",
+        ),
         (
             (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
             (0xA4093822, 0x299F31D0),
             "D16CFE09 94FDCCEB 5001E420 24126EA1",
+            "4DFCCABA 190A87F0 C47362BA B6B5242A",
         ),
     ],
 )
-def test_philox_known_answers(counter, key, want):
-    got = philox(np.array(counter, np.uint32)[:, None], key)
-    assert " ".join(f"{word:08X}" for word in got[:, 0]) == want
+def test_philox_known_answers(counter, key, ten, seven):
+    for rounds, want in ((10, ten), (7, seven)):
+        got = philox(np.array(counter, np.uint32)[:, None], key, rounds=rounds)
+        assert " ".join(f"{word:08X}" for word in got[:, 0]) == want
 
 
 KEY: dict[str, Any] = dict(seed=5, step=3, tensor=2, role=1)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from surogate.kernels.fp8 import E4M3, E5M2, Cast, fp8_cast
 from surogate.kernels.swiglu import (
     SwiGLUResiduals,
     swiglu,
@@ -11,6 +12,7 @@ from surogate.kernels.swiglu import (
     swiglu_fwd,
     swiglu_ref,
 )
+from tests.kernels.test_fp8 import slot_of
 from tests.oracle import close, normal, oracle, same_bits, to_device, to_host, unaligned
 
 SIZES = [
@@ -157,3 +159,70 @@ def test_arrays_that_begin_off_16_bytes(dtype, device):
     same_bits(got, d_gate_up)
     same_bits(got_again, again)
     same_bits(swiglu_bwd_(off_res, dy), d_gate_up)
+
+
+def begun(slot, x) -> Cast:
+    cast = Cast.begin(slot, x.shape, like=x)
+    assert cast is not None
+    return cast
+
+
+@pytest.mark.parametrize("tokens,ffn", [(16, 16), (48, 1008), (16, 12288)])  # SIZES' regimes
+@pytest.mark.parametrize("wide", [0, 64])  # columns between rows of what is cast
+def test_casts_are_those_of_the_outputs(wide, tokens, ffn, device):
+    gate_up, dy = problem("bfloat16", tokens, ffn, device)
+    y, res = swiglu_fwd(gate_up)
+    d_gate_up = swiglu_bwd(res, dy)
+
+    def settings(form, like):
+        slot = slot_of(form, device, 2.0)  # some values saturate
+        out = np.full((tokens, like.shape[1] + wide), np.nan, to_host(like).dtype)
+        return slot, {"out": to_device(out, device)[:, : like.shape[1]], "cast": begun(slot, like)}
+
+    forward, given = settings(E4M3, y)
+    same_bits(swiglu_fwd(gate_up, **given)[0], y)
+    backward, given_back = settings(E5M2, d_gate_up)
+    got, again = swiglu_bwd(res, dy, recompute=True, **given_back)
+    same_bits(got, d_gate_up)
+    same_bits(again, y)
+    for cast, x, found in ((given, y, forward), (given_back, d_gate_up, backward)):
+        slot = slot_of(found.form, device, 2.0)
+        want = fp8_cast(x, slot)
+        same_bits(cast["cast"].codes.rows, want.rows)
+        same_bits(cast["cast"].codes.inverse, want.inverse)
+        same_bits(found.amax, slot.amax)
+        assert float(to_host(found.amax)[0]) > 2
+
+
+def test_casts_see_what_is_not_finite(device):
+    gate_up, dy = problem("bfloat16", 16, 32, device)
+    gate_up[3, 5], dy[2, 30] = np.nan, np.inf
+    slots = slot_of(E4M3, device, 4.0), slot_of(E5M2, device, 4.0)
+    casts = begun(slots[0], dy), begun(slots[1], gate_up)
+    with np.errstate(invalid="ignore"):
+        y, res = swiglu_fwd(gate_up, cast=casts[0])
+        d_gate_up = swiglu_bwd(res, dy, cast=casts[1])
+        for slot, x, cast in zip(slots, (y, d_gate_up), casts, strict=True):
+            assert not np.isfinite(to_host(slot.amax)).any()
+            same_bits(cast.codes.rows, fp8_cast(x, slot).rows)
+
+
+def test_casts_leave_no_trace_in_an_evaluation(device):
+    gate_up, _ = problem("bfloat16", 16, 32, device)
+    slot = slot_of(E4M3, device, 4.0)
+    with slot.state.unrecorded():
+        swiglu_fwd(gate_up, cast=begun(slot, gate_up[:, :32]))
+    assert not to_host(slot.amax).any()
+
+
+@pytest.mark.parametrize(
+    "device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
+def test_kernels_refuse_a_cast_beside_rows_off_16_bytes(device):
+    gate_up, dy = problem("bfloat16", 16, 32, device)
+    cast = begun(slot_of(E4M3, device, 4.0), dy)
+    for rows in (unaligned(gate_up, device), gate_up.astype(np.float32)):
+        with pytest.raises(ValueError, match=r"swiglu_fwd: takes a cast of bfloat16\(16, 32\)"):
+            swiglu_fwd(rows, cast=cast)
+    with pytest.raises(ValueError, match="swiglu_bwd: takes a cast"):
+        swiglu_bwd(SwiGLUResiduals(gate_up), dy, cast=cast)

@@ -101,17 +101,19 @@ E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
 
 
 def expected_nvfp4(
-    w: np.ndarray, rows: int
+    w: np.ndarray, rows: int, *, limit: float = 448, target: float = 6
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Codes (one a byte), block scales, tensor scale, values."""
+    """Codes (one a byte), block scales, tensor scale, values. ``limit`` is the largest scale of a
+    block whose largest value is on 6; the scales are those that put it on ``target``.
+    """
     codes, values = np.zeros(w.shape, np.uint8), np.zeros(w.shape, BF16)
     scales = np.zeros((w.shape[0], w.shape[1] // 16), np.uint8)
     amax = np.abs(w.astype(F32)).max()
-    encoding = F32(2688) / amax if amax else F32(1)
+    encoding = F32(6 * limit) / amax if amax else F32(1)
     decoding = F32(1) / encoding
     for tile in tiles(w.shape, (rows, 16)):
         x = w[tile].astype(F32)
-        wanted = np.abs(x).max() * (encoding * (F32(1) / F32(6)))
+        wanted = np.abs(x).max() * (encoding * (F32(1) / F32(6))) * F32(6 / target)
         scale = min(wanted, F32(448)).astype(ml_dtypes.float8_e4m3fn)
         used = F32(scale) * decoding
         factor = min(F32(1) / used, np.finfo(F32).max) if used else np.finfo(F32).max
@@ -125,3 +127,22 @@ def expected_nvfp4(
         codes[tile], values[tile] = signed, (decoded.astype(F32) * used).astype(BF16)
         scales[tile[0], tile[1].start // 16] = scale.view(np.uint8)
     return codes, scales, np.array([decoding], F32), values
+
+
+def expected_four_over_six(
+    w: np.ndarray, rows: int
+) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray, list[np.ndarray]]:
+    """Codes, scales and squared errors with the largest value of each block on 6 and on 4, and the
+    tensor scale. Errors in float64, at each scale.
+    """
+    casts = [expected_nvfp4(w, rows, limit=256, target=target) for target in (6, 4)]
+    errors = []
+    for codes, scales, tensor_scale, _ in casts:
+        value = np.where(codes & 8, -1, 1) * E2M1_VALUES[codes & 7]
+        wide = scales.view(ml_dtypes.float8_e4m3fn).astype(np.float64).repeat(16, axis=1)
+        error = np.square(value * wide * float(tensor_scale[0]) - w.astype(np.float64))
+        error = error.reshape(w.shape[0], -1, 16).sum(axis=2)
+        for row in range(0, w.shape[0], rows):
+            error[row : row + rows] = error[row : row + rows].sum(axis=0)
+        errors.append(error)
+    return [c[0] for c in casts], [c[1] for c in casts], casts[0][2], errors

@@ -13,6 +13,7 @@ import pytest
 
 from surogate.kernels import tree
 from surogate.kernels.arrays import BF16, Backend
+from surogate.kernels.quant.codes import E2M1, unpack
 from surogate.kernels.quant.nf4 import DYNAMIC_MAP, _nest
 from surogate.kernels.quant.quantized import Nested, Quantized, dequantize, quantize
 from surogate.kernels.widened import Widened
@@ -20,12 +21,14 @@ from tests.kernels.quant.expected import (
     E2M1_VALUES,
     F32,
     NF4_TABLE,
+    expected_four_over_six,
     expected_fp8,
     expected_nested,
     expected_nf4,
     expected_nvfp4,
     ramp,
     sha,
+    tiles,
     weight,
 )
 from tests.oracle import normal, same_bits, to_device, to_host, unaligned
@@ -90,6 +93,40 @@ def test_nvfp4(shape, square, dtype, device):
     same_bits(q.scales, scales)
     same_bits(q.tensor_scale, tensor_scale)
     same_bits(dequantize(q), values)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("square", [True, False])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] % 16 == 0])
+def test_nvfp4_four_over_six(shape, square, dtype, device):
+    """Each block is one of two casts of it, and the one with the smaller error."""
+    w = weight(shape, dtype)
+    q = quantize(to_device(w, device), "nvfp4", square=square, four_over_six=True)
+    codes, scales, tensor_scale, errors = expected_four_over_six(w, 16 if square else 1)
+    same_bits(q.tensor_scale, tensor_scale)
+    got_codes = unpack(to_host(q.codes), E2M1)
+    four = np.zeros(scales[0].shape, bool)
+    for rows, columns in tiles(w.shape, (16 if square else 1, 16)):
+        at = rows, columns.start // 16
+        four[at] = (to_host(q.scales)[at] != scales[0][at]).any()
+        k = int(four[at].all())
+        np.testing.assert_array_equal(to_host(q.scales)[at], scales[k][at])
+        np.testing.assert_array_equal(got_codes[rows, columns], codes[k][rows, columns])
+        assert (errors[k][at] <= errors[1 - k][at] * (1 + 1e-5)).all()
+    assert w.size < 4096 or 0.01 < four.mean() < 0.6
+
+
+def test_four_over_six_keeps_blocks_that_the_scale_of_six_loses(device):
+    """A block of 2^-10.3 of the least scale: on 4 it is not lost."""
+    w = np.zeros((1, 32), F32)
+    w[0, 0], w[0, 16:] = 1, 6 * 2.0**-10.3 / 1536
+    plain, four = (
+        to_host(dequantize(quantize(to_device(w, device), "nvfp4", square=False, **settings)))
+        for settings in ({}, {"four_over_six": True})
+    )
+    assert four[0, 16:].all()
+    assert np.abs(four.astype(F32) - w)[0, 16:].max() < np.abs(w[0, 16:]).max()
+    assert plain[0, 0] == four[0, 0] == 1
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (9, 96), (40, 2080)])
@@ -222,6 +259,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("nf4", {"double_quant": True}),
     ("nvfp4", {}),
     ("nvfp4", {"square": False}),
+    ("nvfp4", {"four_over_six": True}),
 ]
 
 
@@ -316,6 +354,7 @@ def test_is_a_leaf_of_a_tree(format, settings):
         ({"format": "nf4", "block": 16}, "power of two from 32 to 4096, got 16"),
         ({"format": "nvfp4", "block": 32}, "blocks of 16 columns, got 32"),
         ({"format": "nvfp4"}, "multiples of 16, got 24"),
+        ({"format": "fp8", "four_over_six": True}, "four_over_six is of nvfp4, not of fp8"),
     ],
 )
 def test_quantize_refuses(settings, message):
