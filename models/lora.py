@@ -207,10 +207,10 @@ def merge_adapter(
         stem = f"{PEFT_PREFIX}{name.removesuffix('.weight')}"
         if f"{stem}.lora_A.weight" not in pairs:
             return weight._replace(dtype=dtype)
-        a, b = (_host(pairs[f"{stem}.lora_{x}.weight"]).astype(np.float32) for x in "AB")
+        a, b = (on_host(pairs[f"{stem}.lora_{x}.weight"]).astype(np.float32) for x in "AB")
 
         def load() -> np.ndarray:
-            before = _host(weight.load())
+            before = on_host(weight.load())
             delta = b @ a
             delta *= np.float32(spec.scale)
             delta += before
@@ -224,5 +224,6 @@ def merge_adapter(
     return Merged({name: add(name, weight) for name, weight in base.items()}, report)
 
 
-def _host(x: Array) -> np.ndarray:
+def on_host(x: Array) -> np.ndarray:
+    """An array of the card or the host, on the host."""
     return x if isinstance(x, np.ndarray) else x.get()

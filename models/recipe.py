@@ -23,6 +23,7 @@ from surogate.kernels.linear import Products
 from surogate.kernels.nvfp4_linear import Nvfp4Options, Nvfp4Weight
 from surogate.kernels.nvfp4_matmul import emulated as nvfp4_emulated
 from surogate.kernels.quant.checkpoints import Scheme
+from surogate.kernels.quant.quantized import Quantized, quantize
 from surogate.models.config import ModelConfig
 from surogate.models.lora import MATRICES, LoraSpec
 from surogate.models.names import Field, layer_fields, layout
@@ -259,6 +260,7 @@ class Nvfp4Recipe(CastRecipe):
             )
         parts = [
             f"{len(self._paths)} matrices ({scope.products_in_words()})",
+            *([] if options.square else ["weights in blocks of 1 x 16"]),
             *(["four over six"] if options.four_over_six else []),
             *(["Hadamard transform"] if options.signs is not None else []),
             *(["stochastic rounding of gradients"] if options.stochastic else []),
@@ -298,6 +300,18 @@ class Storage(NamedTuple):
     format: str  # fp8, nf4 or nvfp4
     block: int | None = None
     double_quant: bool = False
+    four_over_six: bool = False
+
+    def quantized(self, matrix: Array) -> Quantized:
+        """A matrix in this format.
+
+        Nothing multiplies by a frozen weight's transpose in codes, so in NVFP4 16 values of a row
+        have a scale of their own, as in published checkpoints.
+        """
+        form, block, double, four = self
+        return quantize(
+            matrix, form, block=block, double_quant=double, four_over_six=four, square=False
+        )
 
 
 Precision = Fp8Options | Nvfp4Settings | Storage | Scheme  # Scheme: as the files store them

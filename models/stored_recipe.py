@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from surogate.kernels.arrays import Array
-from surogate.kernels.quant.quantized import Quantized, quantize
+from surogate.kernels.quant.quantized import Quantized
 from surogate.kernels.quantized_linear import QuantizedWeight, Shared
 from surogate.models.config import ModelConfig
 from surogate.models.lora import LoraSpec
@@ -73,10 +73,11 @@ class QuantizedRecipe(StoredRecipe):
         self._storage = storage
 
     def facts(self) -> list[str]:
-        form, block, double = self._storage
+        form, block, double, four = self._storage
         blocks = f", blocks of {block}" if block else ""
         twice = ", scales quantised too" if double else ""
-        return [f"base weights in {form}{blocks}{twice}: {len(self._paths)} matrices"]
+        better = ", four over six" if four else ""
+        return [f"base weights in {form}{blocks}{twice}{better}: {len(self._paths)} matrices"]
 
     def frozen(self, put: Put, wide: Put, lora: LoraSpec) -> Put:
         def put_quantized(path: str, array: Array) -> Any:
@@ -85,13 +86,9 @@ class QuantizedRecipe(StoredRecipe):
                 return wide(path, array)
             leaf = put(path, array)
             pieces = (field.view(leaf, piece) for piece in field.pieces)
-            return self.stacked(path, tuple(map(self._quantize, pieces)), lora, like=leaf)
+            return self.stacked(path, tuple(map(self._storage.quantized, pieces)), lora, like=leaf)
 
         return put_quantized
-
-    def _quantize(self, piece: Array) -> Quantized:
-        form, block, double = self._storage
-        return quantize(piece, form, block=block, double_quant=double)
 
 
 def in_words(q: Quantized) -> str:

@@ -19,12 +19,13 @@ from surogate.errors import UserError
 from surogate.kernels import tree
 from surogate.kernels.arrays import FROZEN
 from surogate.kernels.batch import Batch, batch_of
+from surogate.merge import Origin, through
 from surogate.models import dense
 from surogate.models.blocks import Settings
 from surogate.models.config import ModelConfig, read_config
-from surogate.models.hf import read_adapter, read_model
+from surogate.models.hf import open_model, read_adapter
 from surogate.models.lora import named_adapter
-from surogate.models.names import named
+from surogate.models.names import build, named
 from surogate.models.tree import Adapter, Model
 from surogate.setup import model_directory, putter, reported
 
@@ -66,14 +67,17 @@ def load(
     """Reads a model directory (or a name on the Hub) and, if given, a PEFT adapter.
 
     The weights are float32 on the CPU and bfloat16 on a card; those that are quantised in the files
-    are decoded. Raises UserError naming what is
-    wrong.
+    are decoded, and those that a QLoRA run of ours kept in few bits are what its adapter was
+    trained on. Raises UserError naming what is wrong.
     """
     where = choose_device(device)
     directory = model_directory(str(model))
     with reported():
         config = read_config(directory)
-        params = read_model(directory, config, where.compute, put=putter(where))
+        storage = None if adapter is None else Origin.beside(Path(adapter)).storage
+        change, put = through(storage, config, where), putter(where)
+        with open_model(directory, config, where.compute, change=change) as read:
+            params = build(config, lambda field: put(field.path, read(field)))
         pair, lora = None, None
         if adapter is not None:
             pair, lora = read_adapter(adapter, config)

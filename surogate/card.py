@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 import yaml
 
 from surogate import __version__
+from surogate.choices import storage_of
 from surogate.config import Config, describe
 from surogate.report import read_log
 from surogate.schema import show
 from surogate.settings import FIELDS
+
+PEFT_BLOCK = 64  # elements of an NF4 block when transformers quantises
 
 
 class Card(NamedTuple):
@@ -35,6 +38,7 @@ class Card(NamedTuple):
         if public:
             head["datasets"] = sorted(set(public))
         what = "LoRA adapter" if adapter else "model"
+        note = f" {base_note(config)}." if adapter and base_note(config) else ""
         rows = "\n".join(f"| {name} | {value} |" for name, value in self.facts)
         chosen = [
             f"{key} = {show(value)}"
@@ -44,10 +48,25 @@ class Card(NamedTuple):
         return (
             f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n"
             f"# {config.run_name}\n\n"
-            f"A {what} trained from `{config.model}` with surogate {__version__}.\n\n"
+            f"A {what} trained from `{config.model}` with surogate {__version__}.{note}\n\n"
             f"| | |\n|---|---|\n{rows}\n\n"
             "## Settings that are not the defaults\n\n```\n" + "\n".join(chosen) + "\n```\n"
         )
+
+
+def base_note(config: Config) -> str:
+    """What an adapter needs for its base where that is not the plain model; empty where it is."""
+    storage = storage_of(config)
+    if storage is None or config.lora_init == "default":
+        return ""
+    how = ""
+    if storage.format == "nf4" and storage.block == PEFT_BLOCK:
+        double = str(storage.double_quant).lower()
+        how = f" (PEFT: load_in_4bit, nf4, bnb_4bit_use_double_quant = {double})"
+    return (
+        f"The adapter makes up for what its base lost in {storage.format}: use it with the base "
+        f"quantised so{how}, or merge it first (surogate merge), never with the plain base"
+    )
 
 
 def card_of(config: Config, *, log: Path, steps: int, trained: str, device: str) -> Card:

@@ -87,6 +87,11 @@ def check_quantized(config: Config, model: ModelConfig) -> None:
     what = f"model = {config.model}: weights are in {model.quantized.format}"
     if not config.lora:
         raise UserError(f"{what}; set lora = true, or use the bf16 model")
+    if config.lora_init == "error":
+        raise UserError(
+            f"{what}, and what they lost is not known; set lora_init = default, or use the bf16 "
+            "model"
+        )
     for name in ("qlora_fp8", "qlora_fp4", "qlora_bnb"):
         if getattr(config, name):
             raise UserError(f"{what}, and stay so; set {name} = false, or use the bf16 model")
@@ -106,7 +111,12 @@ def precision_of(config: Config, model: ModelConfig) -> Precision | None:
         return None
     if config.recipe == "nvfp4":
         signs = SIGNS if config.fp4_hadamard else None
-        options = Nvfp4Options(config.fp4_four_over_six, config.fp4_stochastic_rounding, signs)
+        options = Nvfp4Options(
+            config.fp4_four_over_six,
+            config.fp4_stochastic_rounding,
+            signs,
+            config.fp4_square_blocks,
+        )
         return Nvfp4Settings(scope_of(config), options, config.train_seed)
     return Fp8Options(
         scope_of(config),
@@ -125,7 +135,7 @@ def storage_of(config: Config) -> Storage | None:
     if config.lora and config.qlora_bnb:
         return Storage("nf4", config.qlora_bnb_block_size, config.qlora_bnb_double_quant)
     if config.lora and config.qlora_fp4:
-        return Storage("nvfp4")
+        return Storage("nvfp4", four_over_six=config.qlora_four_over_six)
     return None
 
 

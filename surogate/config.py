@@ -190,7 +190,7 @@ def _other(
     place = reading.place(prefix + name)
     match keys.get(name):
         case Ignored(reason):
-            notes.append((place.name, value, reason))
+            notes.append((place.name, plain(value), reason))
         case Refused(neutral, reason):
             value = plain(value)
             if not any(same(value, other) for other in neutral):
@@ -274,6 +274,9 @@ def _check_storage(values: Mapping[str, Any], reading: Reading) -> None:
             f"{reading.file}: {stored[0]} and recipe = {recipe} exclude each other: "
             "stored weights are multiplied in bf16; set one of the two"
         )
+    if values.get("lora_init") == "error" and values.get("lora", True) and not stored:
+        allowed = "default without qlora_fp8, qlora_fp4 or qlora_bnb: nothing is lost"
+        raise wrong(reading.place("lora_init"), "error", allowed)
 
 
 def _check_optimizer(values: Mapping[str, Any], reading: Reading) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32
 
-from surogate.card import Card
+from surogate.card import Card, base_note
 from surogate.choices import storage_of
 from surogate.config import Config
 from surogate.data.terminator import trained_terminator
@@ -120,7 +120,8 @@ class Export(NamedTuple):
             source_directory=sources.directory,
             finish=self._finish(directory, lines, tree.leaves(adapter)[0].dtype, sources.directory),
         )
-        return [f"adapter: {directory}", *lines]
+        note = base_note(self.config)
+        return [f"adapter: {directory}", *([f"note: {note}"] if note else []), *lines]
 
     def _stop_token(self) -> int | None:
         return trained_terminator(load_tokenizer(self.sources.directory), self.rows.train)

@@ -17,7 +17,7 @@ import numpy as np
 from surogate.device import Device, choose_device
 from surogate.errors import UserError
 from surogate.kernels import tree
-from surogate.kernels.quant.quantized import dequantize, quantize
+from surogate.kernels.quant.quantized import dequantize
 from surogate.manifest import faults, write_manifest
 from surogate.models.config import ModelConfig, read_config
 from surogate.models.files import DTYPE_NAMES, Planned, Staging, Tensor, read_json
@@ -71,8 +71,7 @@ def through(storage: Storage | None, config: ModelConfig, device: Device) -> Cha
         if name not in stored:
             return array
         there = device.put(array.astype(device.compute, copy=False))
-        form, block, double = storage
-        found = dequantize(quantize(there, form, block=block, double_quant=double))
+        found = dequantize(storage.quantized(there))
         return (found if isinstance(found, np.ndarray) else found.get()).astype(array.dtype)
 
     return change

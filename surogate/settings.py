@@ -274,6 +274,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         bool, key("Both operands of NVFP4 weight gradients are transformed along tokens")
     ] = True
     fp4_stochastic_rounding: Annotated[bool, key("Round gradients to NVFP4 at random")] = True
+    fp4_square_blocks: Annotated[
+        bool,
+        key("NVFP4 weights in blocks of 16 x 16; false: 1 x 16 along the sum of each product"),
+    ] = True
     gradient_dtype: Annotated[
         Literal["fp32", "bf16"] | None,
         key(
@@ -302,10 +306,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     lora_target_modules: Annotated[
         tuple[str, ...], key("Projections that get an adapter, such as q_proj; all: every one")
     ] = ("all",)
+    lora_init: Annotated[
+        Literal["default", "error"],
+        key(
+            "What adapters begin as; default: nothing, with a random A; error: the best product of "
+            "their rank for what storing the weights lost (needs qlora_fp8, qlora_fp4 or qlora_bnb)"
+        ),
+    ] = "default"
     qlora_fp8: Annotated[
         bool, key("Store the frozen weights in FP8, in square blocks of qlora_block_size")
     ] = False
     qlora_fp4: Annotated[bool, key("Store the frozen weights in NVFP4, in blocks of 16")] = False
+    qlora_four_over_six: Annotated[
+        bool, key("Stored NVFP4 blocks take the better of two scales")
+    ] = True
     qlora_bnb: Annotated[bool, key("Store the frozen weights in NF4, as bitsandbytes does")] = False
     qlora_block_size: Annotated[Literal[64, 128, 256], key("Side of an FP8 block")] = 128
     qlora_bnb_block_size: Annotated[Literal[64, 128, 256, 512], key("Elements of an NF4 block")] = (

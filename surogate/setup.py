@@ -13,6 +13,7 @@ import numpy as np
 from surogate.choices import check_quantized, recipe_of
 from surogate.config import Config
 from surogate.data.dataset import load_data
+from surogate.data.loader import Loader
 from surogate.data.packed import Packed
 from surogate.data.sources import counted
 from surogate.device import Device
@@ -20,6 +21,7 @@ from surogate.errors import UserError, reason
 from surogate.kernels import tree
 from surogate.kernels.arrays import BF16, F32
 from surogate.kernels.linear import RecipeWeight
+from surogate.models import dense
 from surogate.models.config import (
     ModelConfig,
     count,
@@ -27,14 +29,17 @@ from surogate.models.config import (
     unquantized,
     with_rope_scaling,
 )
-from surogate.models.hf import read_model
+from surogate.models.error_init import error_adapter, input_squares
+from surogate.models.hf import open_model, read_model
 from surogate.models.init import init_model
 from surogate.models.lora import LoraSpec, init_adapter
 from surogate.models.prequantized import Stack
 from surogate.models.recipe import Recipe
 from surogate.models.tree import Adapter, Model
 from surogate.models.widen import making_room
+from surogate.schema import one_line
 
+CALIBRATION = 8192  # tokens whose activations weigh what adapters begin as
 SAMPLE = 4096  # elements, about, of each array that a fingerprint reads: training changes most
 PROGRESS_SECONDS = 5.0
 
@@ -88,7 +93,8 @@ def reported(what: str = "") -> Iterator[None]:
         with disk(what):
             yield
     except ValueError as error:
-        raise UserError(f"{what}: {error}" if what else str(error)) from None
+        line = one_line(str(error))  # names that files give may hold anything
+        raise UserError(f"{what}: {line}" if what else line) from None
 
 
 @contextmanager
@@ -223,6 +229,48 @@ def putter(device: Device) -> Callable[[str, Any], Any]:
         return leaf.decoded(device.put) if isinstance(leaf, Stack) else device.put(leaf)
 
     return put
+
+
+def begin_at_error(
+    config: Config, sources: Sources, loader: Loader, device: Device
+) -> tuple[Sources, str]:
+    """The sources with an adapter that makes up for what storing the weights lost, as far as its
+    ranks go (models/error_init.py), and a line about it.
+
+    Inputs are looked at in the first micro-batches, about CALIBRATION tokens of them; the weights
+    are read a second time.
+    """
+    model_config, lora = sources.model_config, sources.lora
+    assert lora is not None, "config.py refuses it without lora"
+    tokens = config.per_device_train_batch_size * config.sequence_len
+    count = min(-(-CALIBRATION // tokens), loader.batches_per_epoch)
+    table = device.put(dense.rotary_table(model_config, config.sequence_len))
+    with reported("lora_init = error"):
+        squares = input_squares(
+            sources.model,
+            model_config,
+            map(loader.batch, range(count)),
+            table=table,
+            begin=sources.recipe.begin,
+            put=device.put,
+        )
+        with open_model(sources.directory, model_config, device.compute) as load:
+            adapter, shares = error_adapter(
+                sources.model,
+                model_config,
+                lora,
+                squares,
+                seed=config.train_seed,
+                dtype=device.compute,
+                load=load,
+                put=device.put,
+            )
+    share = sum(shares.values()) / len(shares)
+    line = (
+        f"lora_init = error: adapters take off {share:.0%} of the squared error of stored weights "
+        f"(mean of {len(shares)} modules, by the inputs of {count * tokens:,} tokens)"
+    )
+    return sources._replace(adapter=device.put(adapter)), line
 
 
 class Rows(NamedTuple):

@@ -37,7 +37,7 @@ from surogate.optim.schedule import Schedule
 from surogate.plan import in_words, place_of, settled
 from surogate.report import Reporter, StepRecord
 from surogate.saver import Saver
-from surogate.setup import Sources, claimed, load_rows, load_sources, locate
+from surogate.setup import Sources, begin_at_error, claimed, load_rows, load_sources, locate
 from surogate.step import Pending, StepResult, TrainStep
 from surogate.stop import Stop
 from surogate.trackers import open_trackers, require_trackers
@@ -108,6 +108,9 @@ class Run:
         self.schedule = schedule(config, self.total)
         self.sources = load_sources(config, directory, model_config, device)
         _say(*self.sources.facts())
+        if config.lora_init == "error" and config.lora and saved is None:
+            self.sources, line = begin_at_error(config, self.sources, self.loader, device)
+            _say(line)
         self.fingerprints = {"training rows": self.rows.fingerprint, **self.sources.fingerprints()}
         self.step = train_step(config, device, self.sources)
         self.done = 0

@@ -104,7 +104,6 @@ KEYS: dict[str, Ignored | Refused] = {
         (None,), "starting from an adapter is not there yet; use a model with it merged"
     ),
     "adapter_init_mode": Ignored("read with adapter_path only"),
-    "qlora_four_over_six": _off("stored NVFP4 blocks take the amax of 6; use false"),
     "qlora_selective_expert_dequant": _NO_EXPERTS,
     "qlora_offload_experts": _NO_EXPERTS,
     # Mixture of experts, preference training, distillation

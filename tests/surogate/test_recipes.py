@@ -28,7 +28,8 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 STORED: dict[str, dict[str, Any]] = {
     "fp8": {"qlora_fp8": True, "qlora_block_size": 64},
-    "fp4": {"qlora_fp4": True},
+    "fp4": {"qlora_fp4": True, "qlora_four_over_six": False},
+    "fp4 four over six": {"qlora_fp4": True},
     "nf4": {"qlora_bnb": True},
     "nf4 plain": {"qlora_bnb": True, "qlora_bnb_double_quant": False, "qlora_bnb_block_size": 128},
 }
