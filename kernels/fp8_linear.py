@@ -31,15 +31,19 @@ from surogate.kernels.linear import (
     LoRA,
     Products,
     RecipeWeight,
-    b_gradient,
     checked_parts,
-    column_sum,
     is_frozen,
-    spread_b,
     weight_gradient,
 )
 from surogate.kernels.matmul import matmul
 from surogate.kernels.pair import Pair
+from surogate.kernels.recipe_linear import (
+    adapter_down,
+    adapter_dx,
+    adapter_fwd,
+    bias_and_adapter,
+    plain_weight,
+)
 from surogate.kernels.widened import Blocks, Parts
 
 
@@ -186,41 +190,20 @@ def fp8_linear_fwd(
             dtype=x.dtype,
         )
     else:
-        y = matmul(x, _kept(weight), transpose_b=True, bias=bias, c=c, out=y, accumulate=added)
-    kept = x if keep_x and not turned else None
+        y = matmul(
+            x, plain_weight(weight), transpose_b=True, bias=bias, c=c, out=y, accumulate=added
+        )
+    left = x if keep_x and not turned else None
     codes = codes._replace(rows=None) if turned and codes is not None else None
     has_residual = residual is not None
-    res = Fp8LinearResiduals(kept, codes, weight, bias, lora, t, parts, scale, has_residual)
+    res = Fp8LinearResiduals(left, codes, weight, bias, lora, t, parts, scale, has_residual)
     return y, res
-
-
-def _kept(weight: Fp8Weight) -> Array:
-    """W itself."""
-    assert weight.weight is not None, "kept for products that are left as they are"
-    return weight.weight
 
 
 def _turned(weight: Fp8Weight) -> bool:
     """Whether dW is a product of codes."""
     row = weight.slots.x.state.scaling == "row"
     return weight.trained and weight.products.wgrad and not row
-
-
-def adapter_down(x: Any, weight: RecipeWeight, lora: LoRA) -> Any:
-    """t = x A^T, in as many columns as the weight's blocks have."""
-    down = lora.a if weight.blocks is None else weight.blocks.down
-    return matmul(x, down, transpose_b=True)
-
-
-def adapter_fwd(
-    x: Any, weight: RecipeWeight, lora: LoRA, residual: Any, parts: Parts, scale: float
-) -> tuple[Any, Any]:
-    """(t, residual + s t D^T)"""
-    t = adapter_down(x, weight, lora)
-    if weight.blocks is not None:
-        return t, matmul(t, weight.blocks.up, transpose_b=True, c=residual)
-    spread = spread_b(lora.b, parts, weight.shape[0])
-    return t, matmul(t, spread, transpose_b=True, c=residual, alpha=scale)
 
 
 def fp8_linear_bwd(
@@ -257,32 +240,12 @@ def fp8_linear_bwd(
             dtype=dy.dtype,
         )
     elif need_dx:
-        dx = matmul(dy, _kept(weight), out=dx, accumulate=added)
-    dweight = dbias = dlora = None
+        dx = matmul(dy, plain_weight(weight), out=dx, accumulate=added)
+    dweight = None
     if need_dweight:
         dweight = _dweight(res, dy, codes, x, into.weight)
-    if res.bias is not None and into.bias is not FROZEN:
-        dbias = column_sum(dy, into=into.bias, dtype=res.bias.dtype)
-    if lora is not None and into.lora is not FROZEN:
-        da_into, db_into = (None, None) if into.lora is None else into.lora
-        da = weight_gradient(dt, x, da_into, lora.a)
-        db = b_gradient(
-            dy, res.t, lora.b, parts=res.parts, scale=res.scale, into=db_into,
-            at_once=weight.blocks is not None,
-        )  # fmt: skip
-        dlora = LoRA(da, db)  # type: ignore[arg-type]  # None where frozen
+    dbias, dlora = bias_and_adapter(res, dy, dt, x, into)
     return dx, dweight, dbias, dlora, dy if res.has_residual else None
-
-
-def adapter_dx(res: Any, dy: Any, need_dx: bool) -> tuple[Any, Any]:
-    """(dt, dt A) of dt = s dy D."""
-    lora, blocks = res.lora, res.weight.blocks
-    assert lora is not None
-    if blocks is not None:
-        u = matmul(dy, blocks.up)
-        return u[:, : lora.a.shape[0]], matmul(u, blocks.down) if need_dx else None
-    dt = matmul(dy, spread_b(lora.b, res.parts, dy.shape[1]), alpha=res.scale)
-    return dt, matmul(dt, lora.a) if need_dx else None
 
 
 def _dweight(res: Fp8LinearResiduals, dy: Any, codes: Codes | None, x: Any, into: Any) -> Any:
@@ -290,15 +253,15 @@ def _dweight(res: Fp8LinearResiduals, dy: Any, codes: Codes | None, x: Any, into
     assert weight is not None
     if not _turned(res.weight):
         return weight_gradient(dy, x, into, weight)
-    kept = res.codes
-    if kept is None:
+    x_codes = res.codes
+    if x_codes is None:
         require(x is not None, NEEDS_X)
-        kept = fp8_cast(x, res.weight.slots.x, rows=False, turned=True)
+        x_codes = fp8_cast(x, res.weight.slots.x, rows=False, turned=True)
     assert codes is not None
     out, accumulate = destination(into, weight.shape, weight.dtype, like=dy)
     fast = res.weight.fast.wgrad
     return fp8_matmul(
-        codes, kept, turned_a=True, turned_b=True, out=out, accumulate=accumulate, fast=fast
+        codes, x_codes, turned_a=True, turned_b=True, out=out, accumulate=accumulate, fast=fast
     )
 
 
@@ -318,8 +281,8 @@ def fp8_linear_residuals(
         parts, t = checked_parts(lora, parts, *weight.shape), adapter_down(x, weight, lora)
     turned = _turned(weight)
     codes = fp8_cast(x, weight.slots.x, rows=False, turned=True) if turned else None
-    kept = None if turned else x
-    return Fp8LinearResiduals(kept, codes, weight, bias, lora, t, parts, scale, has_residual)
+    left = None if turned else x
+    return Fp8LinearResiduals(left, codes, weight, bias, lora, t, parts, scale, has_residual)
 
 
 fp8_linear = Pair(fp8_linear_fwd, fp8_linear_bwd)

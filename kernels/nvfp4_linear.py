@@ -27,16 +27,13 @@ from typing import Any, NamedTuple
 from jaxtyping import Float, Float32, UInt32
 
 from surogate.kernels.arrays import FROZEN, Array, destination, require
-from surogate.kernels.fp8_linear import adapter_down, adapter_dx, adapter_fwd
 from surogate.kernels.linear import (
     NEEDS_X,
     LinearInto,
     LoRA,
     Products,
     RecipeWeight,
-    b_gradient,
     checked_parts,
-    column_sum,
     is_frozen,
     weight_gradient,
 )
@@ -54,6 +51,13 @@ from surogate.kernels.nvfp4 import (
 )
 from surogate.kernels.nvfp4_matmul import emulated_for, nvfp4_matmul
 from surogate.kernels.pair import Pair
+from surogate.kernels.recipe_linear import (
+    adapter_down,
+    adapter_dx,
+    adapter_fwd,
+    bias_and_adapter,
+    plain_weight,
+)
 from surogate.kernels.widened import Blocks, Parts
 
 
@@ -207,9 +211,11 @@ def nvfp4_linear_fwd(
             cast, weight.forward, bias=bias, c=c, out=y, accumulate=added, dtype=x.dtype
         )
     else:
-        y = matmul(x, _kept(weight), transpose_b=True, bias=bias, c=c, out=y, accumulate=added)
-    kept = x if keep_x else None
-    return y, Nvfp4LinearResiduals(kept, weight, bias, lora, t, parts, scale, residual is not None)
+        y = matmul(
+            x, plain_weight(weight), transpose_b=True, bias=bias, c=c, out=y, accumulate=added
+        )
+    left = x if keep_x else None
+    return y, Nvfp4LinearResiduals(left, weight, bias, lora, t, parts, scale, residual is not None)
 
 
 def nvfp4_linear_bwd(
@@ -238,29 +244,14 @@ def nvfp4_linear_bwd(
         dx = nvfp4_matmul(cast, weight.backward, out=dx, accumulate=added, dtype=dy.dtype)
         del cast
     elif need_dx:
-        dx = matmul(dy, _kept(weight), out=dx, accumulate=added)
-    dweight = dbias = dlora = None
+        dx = matmul(dy, plain_weight(weight), out=dx, accumulate=added)
+    dweight = None
     if wgrad:
         dweight = _dweight(weight, dy, amax, x, into.weight)
     elif need_dweight:
         dweight = weight_gradient(dy, x, into.weight, weight.weight)
-    if res.bias is not None and into.bias is not FROZEN:
-        dbias = column_sum(dy, into=into.bias, dtype=res.bias.dtype)
-    if lora is not None and into.lora is not FROZEN:
-        da_into, db_into = (None, None) if into.lora is None else into.lora
-        da = weight_gradient(dt, x, da_into, lora.a)
-        db = b_gradient(
-            dy, res.t, lora.b, parts=res.parts, scale=res.scale, into=db_into,
-            at_once=weight.blocks is not None,
-        )  # fmt: skip
-        dlora = LoRA(da, db)  # type: ignore[arg-type]  # None where frozen
+    dbias, dlora = bias_and_adapter(res, dy, dt, x, into)
     return dx, dweight, dbias, dlora, dy if res.has_residual else None
-
-
-def _kept(weight: Nvfp4Weight) -> Array:
-    """W itself."""
-    assert weight.weight is not None, "kept for products that are left as they are"
-    return weight.weight
 
 
 def _draw(weight: Nvfp4Weight) -> Draw | None:
