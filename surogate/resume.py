@@ -2,12 +2,15 @@
 refuses.
 
 Saved are arrays (weights, the optimizer's moments, masters and number of updates, the recipe's
-scales) and, as numbers, the step with what follows from it: epoch, next micro-batch, next learning
-rate. Everything else is computed from the settings: the order of rows and every random number are
+scales) and, as numbers, the step with what follows from it: rows so far, next learning rate.
+Everything else is computed from the settings: the order of rows and every random number are
 functions of the seeds and the step. So a run goes on with the same bits if the settings that decide
 what is computed, the rows and the frozen weights are the same; those in ``BOOKKEEPING`` may change.
+Arrays are whole and rows are counted, so that the rows of a step may also be divided into other
+micro-batches: the same gradients, added up in another order.
 """
 
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,11 +41,24 @@ def find(config: Config, directory: Path) -> Saved | None:
         # An earlier version computed what the default of a later key computes.
         defaults = {k: f.default for k, f in FIELDS.items() if f.default is not msgspec.NODEFAULT}
         changed = checkpoints.changes({**defaults, **saved.settings}, config_to_dict(config))
-        for key in sorted(changed.keys() & BOOKKEEPING):
+        allowed = BOOKKEEPING | _division(saved.settings, config)
+        for key in sorted(changed.keys() & allowed):
             if getattr(config, key) != "auto":  # which leaves the choice to us
                 print(f"changed: {changed[key]}", flush=True)
-        refuse(saved, {key: line for key, line in changed.items() if key not in BOOKKEEPING})
+        if changed.keys() & DIVISION <= allowed and changed.keys() & DIVISION:
+            print("a step has the same rows, added up in another order: not the same bits")
+        refuse(saved, {key: line for key, line in changed.items() if key not in allowed})
     return saved
+
+
+DIVISION = frozenset({"per_device_train_batch_size", "gradient_accumulation_steps"})
+
+
+def _division(saved: Mapping[str, Any], config: Config) -> frozenset[str]:
+    """The settings that divide a step's rows, if both divide the same number of them."""
+    before = math.prod(saved.get(key, FIELDS[key].default) for key in DIVISION)
+    now = math.prod(getattr(config, key) for key in DIVISION)
+    return DIVISION if before == now else frozenset()
 
 
 def refuse(saved: Saved, changed: Mapping[str, str]) -> None:

@@ -314,8 +314,10 @@ class Run:
 
     def _place(self, step: int) -> dict[str, Any]:
         """Where a run stands after a step, which follows from the step and the settings."""
+        config = self.config
+        rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
         return {
-            "next micro-batch": step * self.config.gradient_accumulation_steps,
+            "rows so far": step * rows,
             "next learning rate": self.schedule.at(min(step + 1, self.total)),
         }
 

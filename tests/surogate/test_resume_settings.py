@@ -1,12 +1,15 @@
 """A run goes on under the settings that it was made with; which may change, and how it is told."""
 
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load
 
 from surogate import checkpoint
-from tests.surogate.runs import invoke, prepare, write_config, write_texts
+from tests.surogate.runs import invoke, prepare, read_log, write_config, write_texts
 from tests.surogate.runs import train as run_through
 from tests.surogate.test_resume import arrays, newest, settings
 
@@ -106,7 +109,7 @@ def test_where_a_run_stands_must_follow_from_its_settings(folder):
     """Such as after a change of our own code: the learning rate would go on along another curve."""
     run_through(folder, max_steps=6, save_steps=3)
     saved = checkpoint.load(folder / "out" / "step_00000003")
-    assert saved.sources["next micro-batch"] == 3
+    assert saved.sources["rows so far"] == 3 * 2
     assert saved.sources["next learning rate"] == pytest.approx(0.003 * (1 - 3 / 6))
     path = newest(folder / "out")
     sources = checkpoint.load(path).sources | {"next learning rate": 0.002}
@@ -118,3 +121,30 @@ def test_where_a_run_stands_must_follow_from_its_settings(folder):
     )
     result = invoke(write_config(folder, max_steps=6, save_steps=3))
     assert result.stderr.startswith("refused: next learning rate: 0.002 in the checkpoint, ")
+
+
+@pytest.mark.parametrize("rows,pieces", [(4, 1), (1, 4)])
+def test_a_step_may_be_divided_into_other_micro_batches(folder, rows, pieces):
+    """Such as on a smaller card, or on another number of them: the same rows, and the gradients
+    that the same rows have, added up in another order.
+    """
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "save_steps": 3}
+    run_through(folder, **options)
+    want = read_log(folder / "out" / "log.jsonl")
+    weights = (folder / "out" / "model.safetensors").read_bytes()
+    shutil.rmtree(folder / "out" / "step_00000006")
+    changed = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": pieces}
+    result = invoke(write_config(folder, **options | changed))
+    assert result.exit_code == 0, result.output
+    assert f"changed: per_device_train_batch_size: 2 in the checkpoint, {rows} now" in result.stdout
+    assert "a step has the same rows, added up in another order" in result.stdout
+    found = [r for r in read_log(folder / "out" / "log.jsonl") if r["log"] == "step"]
+    plain = [r for r in want if r["log"] == "step"]
+    assert [r["step"] for r in found] == [r["step"] for r in plain]
+    for key in ("loss", "norm", "lr"):
+        np.testing.assert_allclose(
+            [r[key] for r in found], [r[key] for r in plain], rtol=1e-5, err_msg=key
+        )
+    for name, array in load(weights).items():
+        again = load((folder / "out" / "model.safetensors").read_bytes())[name]
+        np.testing.assert_allclose(again, array, atol=2e-5)
