@@ -126,7 +126,7 @@ def precision_of(row: Row) -> Precision | None:
     storages = {
         "nf4": Storage("nf4", 64, True),
         "fp8_blocks": Storage("fp8", 128),
-        "nvfp4_blocks": Storage("nvfp4"),
+        "nvfp4_blocks": Storage("nvfp4", four_over_six=True),
     }
     if row.recipe in storages:
         return storages[row.recipe]

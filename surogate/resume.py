@@ -26,6 +26,8 @@ from surogate.optim.state import STEP, named_leaves, state_to_named
 from surogate.settings import BOOKKEEPING, FIELDS
 from surogate.step import TrainStep
 
+DIVISION = frozenset({"per_device_train_batch_size", "gradient_accumulation_steps"})
+
 
 def find(config: Config, directory: Path) -> Saved | None:
     """The checkpoint to go on from; None to start anew.
@@ -41,17 +43,15 @@ def find(config: Config, directory: Path) -> Saved | None:
         # An earlier version computed what the default of a later key computes.
         defaults = {k: f.default for k, f in FIELDS.items() if f.default is not msgspec.NODEFAULT}
         changed = checkpoints.changes({**defaults, **saved.settings}, config_to_dict(config))
-        allowed = BOOKKEEPING | _division(saved.settings, config)
+        divided = changed.keys() & _division(saved.settings, config)
+        allowed = BOOKKEEPING | divided
         for key in sorted(changed.keys() & allowed):
             if getattr(config, key) != "auto":  # which leaves the choice to us
                 print(f"changed: {changed[key]}", flush=True)
-        if changed.keys() & DIVISION <= allowed and changed.keys() & DIVISION:
+        if divided:
             print("a step has the same rows, added up in another order: not the same bits")
         refuse(saved, {key: line for key, line in changed.items() if key not in allowed})
     return saved
-
-
-DIVISION = frozenset({"per_device_train_batch_size", "gradient_accumulation_steps"})
 
 
 def _division(saved: Mapping[str, Any], config: Config) -> frozenset[str]:
