@@ -10,8 +10,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,7 @@ from surogate.step import StepOptions, TrainStep
 from surogate.train import stream_of
 
 WARMUP = 2  # steps before those that are timed
-HOST_ROUNDS, HOST_MICROS = 3, 4  # steps, and micro-batches of each, whose host time is taken
+HOST_ROUNDS, HOST_MICROS = 5, 4  # steps, and micro-batches of each, whose host time is taken
 LEARNING_RATE = 1e-5
 
 
@@ -186,20 +185,20 @@ def timed_steps(
 def host_seconds(step: TrainStep, micros: Sequence[Batch]) -> float:
     """Seconds that the host itself needs for a step: for its calls of micro and update.
 
-    Each call is made when the card has nothing left to do. Otherwise it may wait there for a place
-    in the launch queue or for a page-locked buffer, and its time would be the card's.
+    Calls follow one another as in training, from an idle card on and no more of them than the card
+    takes without making the host wait for a place in the launch queue or for a page-locked buffer:
+    beyond that, their time would be the card's. A step has as many micro-batches as it has.
     """
-
-    def timed(call: Callable[[], object]) -> float:
+    some, micro, update = micros[:HOST_MICROS], [], []
+    for _ in range(HOST_ROUNDS):
         step.device.synchronize()
         start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-
-    micro, update = [], []
-    for _ in range(HOST_ROUNDS):
-        micro += [timed(partial(step.micro, batch)) for batch in micros[:HOST_MICROS]]
-        update.append(timed(partial(step.update, LEARNING_RATE)))
+        for batch in some:
+            step.micro(batch)
+        middle = time.perf_counter()
+        step.update(LEARNING_RATE)
+        update.append(time.perf_counter() - middle)
+        micro.append((middle - start) / len(some))
     return len(micros) * statistics.median(micro) + statistics.median(update)
 
 

@@ -73,17 +73,17 @@ def test_short_documents_have_a_shorter_ideal():
 
 
 class Queue:
-    """A step whose calls wait when the card has work left, as a full launch queue makes them."""
+    """A step whose calls wait when the card is far behind, as a full launch queue makes them."""
 
     def __init__(self):
-        self.device, self.busy, self.now, self.calls = self, False, 0.0, []
+        self.device, self.behind, self.now, self.calls = self, 0, 0.0, []
 
     def perf_counter(self):
         return self.now
 
     def synchronize(self):
         self.now += 1.0  # what the card takes
-        self.busy = False
+        self.behind = 0
 
     def micro(self, batch):
         self._call(0.002)
@@ -92,8 +92,8 @@ class Queue:
         self._call(0.005)
 
     def _call(self, seconds):
-        assert not self.busy, "this call would have waited for the card"
-        self.busy = True
+        assert self.behind < 8, "this call would have waited for the card"
+        self.behind += 1
         self.calls.append(seconds)
         self.now += seconds
 
