@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import statistics
 import tempfile
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from surogate.kernels.arrays import require
-from surogate.kernels.cublaslt import by_speed
 from surogate.kernels.nvrtc import cache_directory
 
 COOLING_BYTES = 128 << 20  # written before each timing: more than the L2 cache of any card
+
+FINALISTS = 6  # measured again
+ROUNDS = 5
 
 _chosen: dict[Any, str] = {}
 
@@ -118,6 +121,35 @@ def _refuse_capture(bench: Bench, topic: str, key: Hashable) -> None:
             f"choose: first {topic} of {key} while its stream is being captured into a graph: "
             "run the same step once on this stream before capturing it"
         )
+
+
+def by_speed(
+    count: int,
+    measure: Callable[[int], float | None],
+    closely: Callable[[int], float | None] | None = None,
+) -> list[tuple[float, int]]:
+    """(seconds, index) of ``count`` alternatives, fastest first.
+
+    ``measure`` times one run, and gives None for an alternative that cannot run. Each is timed
+    twice; then the best few by ``closely`` (``measure`` where not given), interleaved so that they
+    share a drift of the clock, and these are ranked by their medians.
+    """
+    first = []
+    for index in range(count):
+        times = [t for t in (measure(index), measure(index)) if t is not None]
+        if times:
+            first.append((min(times), index))
+    first.sort()
+    again: dict[int, list[float]] = {
+        index: [] if closely else [time] for time, index in first[:FINALISTS]
+    }
+    for _ in range(ROUNDS):
+        for index, times in again.items():
+            time = (closely or measure)(index)
+            if time is not None:
+                times.append(time)
+    ranked = sorted((statistics.median(times), index) for index, times in again.items() if times)
+    return ranked + first[FINALISTS:]
 
 
 def _measure(

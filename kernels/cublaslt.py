@@ -1,8 +1,11 @@
 """Plans for cuBLASLt: the descriptors and the algorithm of each product that a run meets.
 
 The algorithm is the fastest by measurement among those that cuBLASLt proposes (on an H200 its own
-first choice is up to 20 % slower than the best), provided that it gives the same bits twice. It is
-kept on disk by card and library version, so that later runs use it too and repeat bit for bit.
+first choice is up to 20 % slower than the best), provided that it gives the same bits twice. The
+last measurements keep the card at work, as training does: what is fastest on a cool card can be
+slower where power bounds the clock. The algorithm is kept on disk by card and library version, so
+that later runs use it too and repeat bit for bit.
+
 Split sums are reduced in float32 or not at all: never in the type of the output, never in the order
 of arrival. Each stream has a workspace of its own, so that products of two streams cannot meet.
 """
@@ -22,12 +25,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from surogate.kernels.arrays import require
+from surogate.kernels.choice import by_speed
 from surogate.kernels.nvrtc import cache_directory
 
 WORKSPACE_BYTES = 64 << 20  # more than the L2 cache of an H200, so that clearing it cools the cache
 CANDIDATES = 16  # algorithms asked of cuBLASLt
-FINALISTS = 4  # of those, measured again
-ROUNDS = 5
+BUSY_SECONDS, MOST_RUNS = 10e-3, 64  # of runs of a finalist, one after another
 COMPARED_BYTES = 64 << 20  # of a result, when two runs are compared
 
 FOUR_BITS = "float4_e2m1fn"
@@ -366,29 +369,6 @@ def _candidates(plan: Plan, problem: Problem) -> list[Plan]:
     return [plan.using(found["algo"][i : i + 1].copy()) for i in usable]
 
 
-def by_speed(count: int, measure: Callable[[int], float | None]) -> list[tuple[float, int]]:
-    """(seconds, index) of ``count`` alternatives, fastest first.
-
-    ``measure`` times one run, and gives None for an alternative that cannot run. Each is timed
-    twice; then the best few again, interleaved so that they share a drift of the clock, and these
-    are ranked by their medians.
-    """
-    first = []
-    for index in range(count):
-        times = [t for t in (measure(index), measure(index)) if t is not None]
-        if times:
-            first.append((min(times), index))
-    first.sort()
-    again: dict[int, list[float]] = {index: [time] for time, index in first[:FINALISTS]}
-    for _ in range(ROUNDS):
-        for index, times in again.items():
-            time = measure(index)
-            if time is not None:
-                times.append(time)
-    ranked = sorted((statistics.median(times), index) for index, times in again.items())
-    return ranked + first[FINALISTS:]
-
-
 def _tune(plan: Plan, problem: Problem, call: Call, alpha: Any) -> tuple[Plan, float]:
     """The fastest repeatable algorithm and its microseconds.
 
@@ -405,8 +385,18 @@ def _tune(plan: Plan, problem: Problem, call: Call, alpha: Any) -> tuple[Plan, f
         rows = max(1, COMPARED_BYTES // (call.out.shape[1] * call.out.itemsize))
         return call.out[:rows].get().tobytes()
 
+    def once(index: int) -> float | None:
+        return _time(plans[index], call, alpha)
+
+    def busy(index: int) -> float | None:
+        """On a card that has had work for a while: its clock then depends on what it draws."""
+        seconds = once(index)
+        if seconds is None:
+            return None
+        return _time(plans[index], call, alpha, min(MOST_RUNS, 1 + int(BUSY_SECONDS / seconds)))
+
     try:
-        for seconds, index in by_speed(len(plans), lambda i: _time(plans[i], call, alpha)):
+        for seconds, index in by_speed(len(plans), once, busy):
             if result(plans[index]) == result(plans[index]):
                 return plans[index], seconds * 1e6
     finally:
@@ -429,22 +419,25 @@ class _Saved:
             self.out[...] = self.values
 
 
-def _time(plan: Plan, call: Call, alpha: Any) -> float | None:
-    """Seconds of one run with a cool L2 cache; None where the algorithm does not run after all."""
+def _time(plan: Plan, call: Call, alpha: Any, runs: int = 1) -> float | None:
+    """Median seconds of runs that follow one another, each with a cool L2 cache; None where the
+    algorithm does not run after all.
+    """
     import cupy
 
     stream, device = cupy.cuda.get_current_stream(), call.a.data.device_id
-    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    events = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in range(runs)]
     workspace = _workspaces.get((device, stream.ptr)) or _add_workspace(device, stream)
-    workspace.memset_async(0, WORKSPACE_BYTES, stream)
-    begin.record(stream)
-    try:
-        plan.run(call, alpha)
-    except plan.lt.cuBLASLtError:
-        return None
-    end.record(stream)
-    end.synchronize()
-    return cupy.cuda.get_elapsed_time(begin, end) / 1e3
+    for begin, end in events:
+        workspace.memset_async(0, WORKSPACE_BYTES, stream)
+        begin.record(stream)
+        try:
+            plan.run(call, alpha)
+        except plan.lt.cuBLASLtError:
+            return None
+        end.record(stream)
+    stream.synchronize()
+    return statistics.median(cupy.cuda.get_elapsed_time(*each) for each in events) / 1e3
 
 
 def _path(lt: Any, device: int, problem: Problem) -> Path:

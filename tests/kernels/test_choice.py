@@ -141,3 +141,20 @@ def test_on_a_card():
     candidates = {"large": lambda: large.fill(1), "small": lambda: small.fill(1)}
     with cupy.cuda.Stream(non_blocking=True):
         assert choose("fill", candidates, key="sizes", versions=cupy.__version__) == "small"
+
+
+def test_by_speed_takes_medians_of_finalists_and_skips_what_cannot_run():
+    # 1 is fast at first and slow from then on, 2 never runs; 7 and 8 are no finalists.
+    times = {i: [float(i)] for i in range(9)} | {0: [6.5], 1: [1.0, 1.0, 9.0], 2: [None]}
+
+    def measure(index):
+        left = times[index]
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    ranked = choice.by_speed(9, measure)
+    assert [index for _, index in ranked] == [3, 4, 5, 6, 0, 1, 7, 8]
+
+
+def test_by_speed_ranks_finalists_by_a_closer_look_alone():
+    closely = {0: 3.0, 1: 1.0, 2: None, 3: 2.0}.get
+    assert choice.by_speed(4, float, closely) == [(1.0, 1), (2.0, 3), (3.0, 0)]

@@ -161,17 +161,6 @@ def test_matrices_of_views():
             cublaslt.Matrix.of("a", view)
 
 
-def test_by_speed_takes_medians_of_finalists_and_skips_what_cannot_run():
-    # 1 is fast at first and slow from then on, 2 never runs; 5 and 6 are no finalists.
-    times = {0: [4.0], 1: [1.0, 1.0, 9.0], 2: [None], 3: [2.0], 4: [3.0], 5: [5.0], 6: [6.0]}
-
-    def measure(index):
-        left = times[index]
-        return left.pop(0) if len(left) > 1 else left[0]
-
-    assert [index for _, index in cublaslt.by_speed(7, measure)] == [3, 4, 0, 1, 5, 6]
-
-
 @pytest.mark.gpu
 def test_the_algorithm_is_kept_on_disk_and_used_again(tmp_path, monkeypatch):
     monkeypatch.setenv("SUROGATE_CACHE", str(tmp_path))
