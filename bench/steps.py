@@ -43,6 +43,7 @@ from surogate.models.tree import Model
 from surogate.models.walk import CARD, Work
 from surogate.models.widen import Put, making_room
 from surogate.optim.adamw import AdamWConfig
+from surogate.plan import may_use_cudnn
 from surogate.step import StepOptions, TrainStep
 from surogate.train import stream_of
 
@@ -59,9 +60,12 @@ def random_model(
 ) -> Model:
     """Weights drawn on the device: norms 1, the rest normal(0, 0.02). The tree holds what ``put``
     makes of each path and array.
+
+    Draws have a pool of their own, so that weights lie where those that a run reads would.
     """
     library = device.library
     library.random.seed(0)
+    draws = library.cuda.MemoryPool()
 
     def make(field: Any) -> Any:
         if field.path.endswith("norm"):
@@ -70,9 +74,9 @@ def random_model(
         out = library.empty(size, dtype)
         for begin in range(0, size, 1 << 27):  # in pieces: the float32 draw is twice the weight
             part = out[begin : begin + (1 << 27)]
-            part[...] = library.random.standard_normal(part.size, dtype=np.float32) * np.float32(
-                0.02
-            )
+            with library.cuda.using_allocator(draws.malloc):
+                draw = library.random.standard_normal(part.size, dtype=np.float32)
+                part[...] = draw * np.float32(0.02)
         return put(field.path, out.reshape(field.shape))
 
     return build(config, make)
@@ -161,6 +165,7 @@ def planned_bytes(row: Row, step: TrainStep) -> int:
         masters=lora is not None,
         widen=lora is not None,
         recipe=precision_of(row),
+        cudnn=may_use_cudnn(step.settings.config.head_dim),
     )
     return memory_of(work, graphs=options.graphs, evaluates=False).total
 

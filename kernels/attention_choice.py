@@ -12,6 +12,7 @@ from typing import Any
 
 from surogate.kernels import attention_cudnn, attention_hopper, attention_mma
 from surogate.kernels.arrays import Array, Backend
+from surogate.kernels.attention_plans import borrowed_scratch
 from surogate.kernels.batch import Docs
 from surogate.kernels.choice import choose
 from surogate.kernels.nvrtc import cuda_directory
@@ -81,7 +82,8 @@ def _choice(
 ) -> str:
     strides = tuple(x.strides[0] for x in (q, k, v))
     key = (*q.shape, k.shape[1], strides, sinks is not None, window, rows, tuple(candidates))
-    return choose(f"attention_{what}", candidates, key=key, versions=_versions())
+    with borrowed_scratch():
+        return choose(f"attention_{what}", candidates, key=key, versions=_versions())
 
 
 @functools.cache

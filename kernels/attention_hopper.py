@@ -90,7 +90,12 @@ BACKWARD = Source(
 
 def supported(q: Array) -> bool:
     """Whether these kernels take arrays like ``q`` on the current card."""
-    return q.dtype == BF16 and q.shape[2] in TILES and architecture() in HOPPER
+    return q.dtype == BF16 and takes(q.shape[2])
+
+
+def takes(head_dim: int) -> bool:
+    """Whether these kernels take heads of a size on the current card."""
+    return head_dim in TILES and architecture() in HOPPER
 
 
 def forward(

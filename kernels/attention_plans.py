@@ -6,6 +6,8 @@ own, as large as its largest plan wants.
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -162,6 +164,16 @@ def release_scratch() -> None:
     """Gives scratch memory back. Graphs that were captured with it must not be replayed."""
     state.scratch.clear()
     state.outgrown.clear()
+
+
+@contextmanager
+def borrowed_scratch() -> Iterator[None]:
+    """Gives back what scratch memory is taken inside: trials, of which no graph is captured."""
+    scratch, outgrown = dict(state.scratch), list(state.outgrown)
+    try:
+        yield
+    finally:
+        state.scratch, state.outgrown = scratch, outgrown
 
 
 def _refuse_capture(stream: Any, what: str) -> None:

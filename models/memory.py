@@ -3,7 +3,7 @@
 What stays for the whole run (weights, gradients, optimizer) is a sum over leaves; what a
 micro-batch needs beside it is the peak of models/walk.py. With CUDA graphs, a micro-batch has a
 pool of its own and an evaluation, which is not recorded, lies beside it; else they take turns in
-one pool.
+one pool. Beside all of them is what CUDA itself takes of a card for a process.
 """
 
 import math
@@ -23,12 +23,17 @@ from surogate.kernels.quant.nf4 import NESTED_BLOCK
 from surogate.kernels.quant.storage import blocks_of
 from surogate.models.config import ModelConfig, parameter_shapes
 from surogate.models.lora import LoraSpec, Part, build_adapter
-from surogate.models.optimizer_memory import state_bytes, table_bytes, update
-from surogate.models.pool import Pool
+from surogate.models.optimizer_memory import state_arrays, table_bytes, update
+from surogate.models.pool import Pool, taken
 from surogate.models.recipe import Fp8Options, Storage
 from surogate.models.walk import BYTE, INT32, Layout, Matrix, Shape, Walk, Work
 
 F64, INT64 = np.dtype(np.float64), np.dtype(np.int64)
+# The CUDA context, machine code of our kernels and of the libraries' that ran, and recorded graphs.
+# From 14 training steps on an H200 (driver 580, CUDA 13), what they took less what their pools and
+# workspaces explain: 0.53 to 0.55 GiB in eight, 0.57 to 0.72 in six that were the first of their
+# shape and tried implementations.
+CONTEXT_BYTES = 560 << 20
 
 
 class Counts(NamedTuple):
@@ -57,10 +62,11 @@ class Memory(NamedTuple):
     optimizer: int
     activations: int  # kept between forward and backward
     temporaries: dict[str, int]  # most beside those, in each part of a step
-    gaps: int  # what the pools hold beside the arrays
+    gaps: int  # what the pools hold beside the arrays, and pages that arrays do not fill
     evaluation: int  # beside all of the above; 0 where it takes turns with the step
     attention: int  # cuDNN's scratch memory, should every document fill a row
     workspace: int
+    context: int  # CUDA's own, and the libraries'
 
     @property
     def peak(self) -> int:
@@ -71,7 +77,8 @@ class Memory(NamedTuple):
     def total(self) -> int:
         """All groups."""
         static = self.weights + self.adapter + self.gradients + self.optimizer
-        return static + self.peak + self.gaps + self.evaluation + self.attention + self.workspace
+        beside = self.evaluation + self.attention + self.workspace + self.context
+        return static + self.peak + self.gaps + beside
 
 
 def memory_of(work: Work, *, graphs: bool, evaluates: bool) -> Memory:
@@ -81,8 +88,14 @@ def memory_of(work: Work, *, graphs: bool, evaluates: bool) -> Memory:
     """
     layout = work.layout
     walk = Walk(work)
-    weights, adapter = list(model_leaves(work.config)), list(adapter_leaves(work.config, work.lora))
-    trained = weights if work.lora is None else adapter
+    leaves, adapter = list(model_leaves(work.config)), list(adapter_leaves(work.config, work.lora))
+    trained = leaves if work.lora is None else adapter
+    static = {
+        "weights": list(weight_arrays(walk)),
+        "adapter": list(map(layout.bytes, adapter)),
+        "gradients": [layout.bytes(shape, work.gradient_dtype) for shape in trained],
+        "optimizer": list(state_arrays(work, trained)),
+    }
     activations = walk.micro()
     updating = len(walk.ledger.events)
     update(walk, trained)
@@ -90,16 +103,14 @@ def memory_of(work: Work, *, graphs: bool, evaluates: bool) -> Memory:
     step, walk.ledger.events = walk.ledger.events, []
     evaluation = walk.evaluation() if evaluates else 0
     memory = Memory(
-        weights=sum(map(layout.bytes, weights)) + _more_weights(walk),
-        adapter=sum(map(layout.bytes, adapter)),
-        gradients=sum(layout.bytes(shape, work.gradient_dtype) for shape in trained),
-        optimizer=state_bytes(work, trained),
+        **{name: sum(sizes) for name, sizes in static.items()},
         activations=activations,
         temporaries=temporaries,
         gaps=0,
         evaluation=0,
         attention=0 if layout.host else _cudnn_scratch(work),
         workspace=_workspace(walk, trained),
+        context=0 if layout.host else CONTEXT_BYTES,
     )
     if layout.host:
         return memory._replace(evaluation=max(0, evaluation - memory.peak))
@@ -110,59 +121,54 @@ def memory_of(work: Work, *, graphs: bool, evaluates: bool) -> Memory:
         own.run(part)
     held = own.held
     shared.run(walk.ledger.events)
-    if graphs:
-        return memory._replace(gaps=held - memory.peak, evaluation=shared.held)
-    return memory._replace(gaps=held - memory.peak, evaluation=shared.held - held)
+    pages = sum(taken(size) - size for sizes in static.values() for size in sizes)
+    return memory._replace(
+        gaps=held - memory.peak + pages, evaluation=shared.held - (0 if graphs else held)
+    )
 
 
-def _more_weights(walk: Walk) -> int:
-    """What widened weights and weights in codes take more (or less) than plain ones."""
-    layout, more = walk.work.layout, 0
+def weight_arrays(walk: Walk) -> Iterator[int]:
+    """Bytes of each array of weights: plain ones, widened ones, and those in codes."""
+    layout = walk.work.layout
+    embed, layers, norm, head = parameter_shapes(walk.work.config)
+    inside: list[Any] = [shape for layer in layers for shape in layer if shape is not None]
+    vectors = [shape for shape in inside if len(shape) == 1]
+    tops: list[Any] = [shape for shape in (embed, norm, head) if shape is not None]
+    yield from map(layout.bytes, tops + vectors)
     for matrices in walk.of:
         for w in matrices:
-            blocks = layout.bytes((w.extra, w.inner)) + layout.bytes((w.outer, w.extra))
-            if w.fp8 is not None:
-                plain = w.trained or not (
-                    w.fp8.scope.products.forward and w.fp8.scope.products.dgrad
-                )
-                more += _codes(layout, w.fp8, w) + blocks
-                more -= 0 if plain else layout.bytes((w.outer, w.inner))
-            elif w.nvfp4 is not None:
-                products = w.nvfp4.scope.products
-                more += layout.bytes((1,), F32) + blocks  # values in the place of the weight
-                if w.trained or not (products.forward and products.dgrad):
-                    more += layout.bytes((w.outer, w.inner))
-                if not w.nvfp4.options.square:
-                    more += layout.bytes((w.outer, w.inner))
-            elif w.stored is not None:
-                more += stored_bytes(layout, w.stored, w) + blocks
-                more -= layout.bytes((w.outer, w.inner))
-            else:
-                more += _wide(layout, w) - layout.bytes((w.outer, w.inner))
+            yield from _matrix_arrays(layout, w)
     for matrices in zip(*walk.of, strict=True):
         if any(w.stored for w in matrices):  # what they are decoded to, one after another
-            more += _wide(layout, matrices[0])
-    return more
+            yield _wide(layout, matrices[0])
+
+
+def _matrix_arrays(layout: Layout, w: Matrix) -> Iterator[int]:
+    """A matrix, with what its recipe and its adapter's blocks take."""
+    plain = layout.bytes((w.outer, w.inner))
+    recipe = w.fp8 or w.nvfp4
+    if recipe is None and w.stored is None:
+        yield _wide(layout, w)
+        return
+    yield from (layout.bytes((w.extra, w.inner)), layout.bytes((w.outer, w.extra)))
+    if w.stored is not None:
+        for rows in w.pieces:
+            yield from (layout.bytes(*each) for each in _stored_arrays(w.stored, rows, w.inner))
+        return
+    assert recipe is not None
+    if w.trained or not (recipe.scope.products.forward and recipe.scope.products.dgrad):
+        yield plain
+    if w.fp8 is not None:  # both matrices of codes, and the scales of rows
+        yield from 2 * [layout.bytes((w.outer, w.inner), BYTE)]
+        scales = (w.outer, w.inner) if w.fp8.scaling == "row" else ()
+        yield from (layout.bytes((n,), F32) for n in scales)
+    if w.nvfp4 is not None:  # values, and those for the other product where they differ
+        yield from [plain] if w.nvfp4.options.square else [plain, plain]
+        yield layout.bytes((1,), F32)
 
 
 def _wide(layout: Layout, w: Matrix) -> int:
     return layout.bytes((w.outer + w.extra, w.inner + w.extra))
-
-
-def _codes(layout: Layout, fp8: Fp8Options, w: Matrix) -> int:
-    """Both matrices of codes, and the scales of rows."""
-    scales = (w.outer, w.inner) if fp8.scaling == "row" else ()
-    codes = 2 * layout.bytes((w.outer, w.inner), BYTE)
-    return codes + sum(layout.bytes((n,), F32) for n in scales)
-
-
-def stored_bytes(layout: Layout, storage: Storage | Scheme, w: Matrix) -> int:
-    """A matrix in the arrays of kernels/quant, a piece of it at a time."""
-    return sum(
-        layout.bytes(shape, dtype)
-        for rows in w.pieces
-        for shape, dtype in _stored_arrays(storage, rows, w.inner)
-    )
 
 
 def _stored_arrays(
@@ -245,7 +251,7 @@ def _cudnn_scratch(work: Work) -> int:
     groups of heads that stay below a limit; 0 where even one group does not.
     """
     config = work.config
-    if config.head_dim not in HEAD_DIMS:
+    if not work.cudnn or config.head_dim not in HEAD_DIMS:
         return 0
     whole = work.tokens * work.longest * config.heads * BF16.itemsize
     for parts in range(1, config.kv_heads + 1):

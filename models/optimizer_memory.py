@@ -20,25 +20,28 @@ ADAMW_COLUMNS, ADAMW8_COLUMNS, NORMUON_COLUMNS = 10, 12, 5
 HOST_COPIES, HOST_COPIES_8BIT, HOST_COPIES_NORMUON = 7, 18, 7
 
 
-def state_bytes(work: Work, trained: list[Shape]) -> int:
-    """Two moments of each parameter, or with NorMuon one and a number a row; perhaps masters."""
+def state_arrays(work: Work, trained: list[Shape]) -> Iterator[int]:
+    """Bytes of each array: two moments of a parameter, or with NorMuon one of a matrix and a number
+    a row; perhaps masters.
+    """
     layout = work.layout
-    held = 2 * sum(_moment(work, shape) for shape in trained)
+    matrices, others = _split(work) if work.normuon else ([], trained)
+    for shape in matrices:
+        yield from _moment(work, shape)
+        yield layout.bytes(shape[:1], F32)
+    for shape in others:
+        yield from 2 * _moment(work, shape)
     if work.masters:
-        held += sum(layout.bytes(shape, F32) for shape in trained)
-    if work.normuon:
-        for shape in _split(work)[0]:
-            held += layout.bytes(shape[:1], F32) - _moment(work, shape)
-    return held
+        yield from (layout.bytes(shape, F32) for shape in trained)
 
 
-def _moment(work: Work, shape: Shape) -> int:
+def _moment(work: Work, shape: Shape) -> list[int]:
     size = math.prod(shape)
     if work.moment_dtype != BYTE:
-        return work.layout.bytes(shape, work.moment_dtype)
+        return [work.layout.bytes(shape, work.moment_dtype)]
     if size < LEAST_ELEMENTS:
-        return work.layout.bytes(shape, F32)
-    return work.layout.bytes(shape, BYTE) + work.layout.bytes((-(-size // BLOCK),), F32)
+        return [work.layout.bytes(shape, F32)]
+    return [work.layout.bytes(shape, BYTE), work.layout.bytes((-(-size // BLOCK),), F32)]
 
 
 def _split(work: Work) -> tuple[list[Shape], list[Shape]]:

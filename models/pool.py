@@ -4,11 +4,22 @@ A request takes the smallest free chunk that it fits in, and leaves the rest of 
 one, the pool takes new memory from the card, just as much as was asked for. A chunk that is given
 back joins its free neighbours of the same piece of memory. The pool keeps what it took, so that it
 holds more than ever lived at a time: a half more when small arrays take the place of a large one.
+
+The driver gives pages, whole ones to each piece that is not small. With this, what eight training
+steps took of an H200 (driver 580) is explained to 0.02 GiB; without it, 0.4 GiB were missing where
+hundreds of weights end within a page.
 """
 
 import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+PAGE = 2 << 20  # bytes
+
+
+def taken(size: int) -> int:
+    """Bytes of a card that an allocation takes: pages, which those below half of one share."""
+    return size if size < PAGE // 2 else -(-size // PAGE) * PAGE
 
 
 class Event:
@@ -51,7 +62,7 @@ class Pool:
         """``size`` is a multiple of the pool's unit and above 0."""
         index = bisect.bisect_left(self._sizes, size)
         if index == len(self._sizes):
-            self.held += size
+            self.held += taken(size)
             self._used[key] = _Chunk(size)
             return
         chunk = self._free[self._sizes[index]][-1]

@@ -76,9 +76,12 @@ def refuse(saved: Saved, changed: Mapping[str, str]) -> None:
 
 
 def state_of(step: TrainStep, done: int, config: Config, sources: Mapping[str, Any]) -> Checkpoint:
-    """The state after update ``done``. The arrays are the step's own."""
+    """The state after update ``done``. The arrays are the step's own, which updates alone change;
+    what a recipe remembers may change with a micro-batch, and is copied.
+    """
     step.settle()
-    optimizer = {**state_to_named(step.state), **step.recipe.named()}
+    recipe = {name: array.copy() for name, array in step.recipe.named().items()}
+    optimizer = {**state_to_named(step.state), **recipe}
     trained = dict(named_leaves(step.trainable))
     return Checkpoint(done, trained, optimizer, config_to_dict(config), sources)
 

@@ -1,9 +1,9 @@
 """Saves checkpoints beside the training: the state is copied to the host, and a thread writes it.
 
-On a card the copy runs on a stream of its own. The passes of the next step read weights alone, so
-they go on meanwhile; ``before_update`` makes the update, which writes them, wait for the copy. The
-host arrays (page-locked on a card) are made once and used again, so there is one write at a time: a
-save waits for the one before it.
+On a card the thread starts the copy too, on a stream of its own, so that the next step is launched
+at once. Its passes read what is saved, and go on meanwhile; ``before_update`` makes the update,
+which writes it, wait for the copy. The host memory (page-locked on a card, in one piece) is taken
+once and used again, so there is one write at a time: a save waits for the one before it.
 
 What goes wrong in the thread is raised by the next call of ``poll``, ``save`` or ``wait``. When a
 run ends by an ordinary error, the write at hand is finished, for its state is good; when it is to
@@ -13,7 +13,9 @@ been killed: nothing is renamed after that.
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,6 +26,7 @@ from surogate.checkpoint import Checkpoint, save
 from surogate.device import Device
 from surogate.kernels.arrays import require
 
+ALIGNMENT = 512  # bytes
 SHARE = 0.5  # of the free host memory that copies may take; beyond, a save is made in place
 
 
@@ -42,7 +45,7 @@ class Saver:
         self._device, self._background, self._say = device, background, say
         self._buffers: dict[str, np.ndarray] = {}
         self._stream: Any = None
-        self._copied: Any = None  # an event on the card, until an update waits for it
+        self._copied: Future[Any] | None = None  # the copy's event, until an update waits for it
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._commit, self._given_up = threading.Lock(), False
@@ -72,13 +75,11 @@ class Saver:
         if not self._room_for(checkpoint.nbytes):
             save(directory, checkpoint, keep=keep)
             return
-        copies, ready = self._copy(checkpoint)
+        copy = self._copy(checkpoint)
 
         def work() -> None:
             try:
-                if ready is not None:
-                    ready.synchronize()
-                save(directory, copies, keep=keep, commit=self._committing())
+                save(directory, copy(), keep=keep, commit=self._committing())
             except BaseException as error:  # for the thread that trains, see poll
                 self._error = error
 
@@ -88,9 +89,11 @@ class Saver:
 
     def before_update(self) -> None:
         """To be called before arrays on the card change: their copy is made first."""
-        if self._copied is not None:
-            self._device.library.cuda.get_current_stream().wait_event(self._copied)
-            self._copied = None
+        if self._copied is None:
+            return
+        copied, self._copied = self._copied.result(), None
+        if copied is not None:  # else the copy failed, as the next call says
+            self._device.library.cuda.get_current_stream().wait_event(copied)
 
     def poll(self) -> None:
         """Raises what went wrong in the thread, if it has ended."""
@@ -129,21 +132,34 @@ class Saver:
         )
         return False
 
-    def _copy(self, checkpoint: Checkpoint) -> tuple[Checkpoint, Any]:
-        """The checkpoint with its arrays on the host, and the event after which they are filled."""
+    def _copy(self, checkpoint: Checkpoint) -> Callable[[], Checkpoint]:
+        """What gives the checkpoint with its arrays on the host, to be called by the thread."""
         if self._device.kind == "cpu":
-            return self._in_buffers(checkpoint), None
+            copies = self._in_buffers(checkpoint)
+            return lambda: copies
         cuda = self._device.library.cuda
-        current = cuda.get_current_stream()
         if self._stream is None:
             self._stream = cuda.Stream(non_blocking=True)
-        self._stream.wait_event(current.record())
-        with self._stream:
-            copies = self._in_buffers(checkpoint)
-            self._copied = self._stream.record()
-        return copies, self._copied
+        self._stream.wait_event(cuda.get_current_stream().record())
+        self._copied = Future()
+        return partial(self._from_card, checkpoint, self._copied)
+
+    def _from_card(self, checkpoint: Checkpoint, copied: Future[Any]) -> Checkpoint:
+        """Starts the copy, says so, and waits for it."""
+        event = None
+        try:
+            with self._stream:
+                copies = self._in_buffers(checkpoint)
+                event = self._stream.record()
+        finally:
+            copied.set_result(event)
+        event.synchronize()
+        return copies
 
     def _in_buffers(self, checkpoint: Checkpoint) -> Checkpoint:
+        if not self._buffers:
+            self._make_buffers(checkpoint)
+
         def part(prefix: str, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
             return {name: self._fill(f"{prefix}.{name}", array) for name, array in arrays.items()}
 
@@ -154,9 +170,7 @@ class Saver:
 
     def _fill(self, name: str, array: Any) -> np.ndarray:
         """Starts copying an array to the buffer of its name."""
-        buffer = self._buffers.get(name)
-        if buffer is None:
-            buffer = self._buffers[name] = self._blank(array)
+        buffer = self._buffers[name]
         require(
             (buffer.shape, buffer.dtype) == (array.shape, array.dtype),
             f"Saver: {name} was {buffer.dtype}{buffer.shape}, is {array.dtype}{array.shape}",
@@ -167,11 +181,26 @@ class Saver:
             array.get(stream=self._stream, out=buffer, blocking=False)
         return buffer
 
-    def _blank(self, array: Any) -> np.ndarray:
-        if isinstance(array, np.ndarray) or not array.nbytes:
-            return np.empty(array.shape, array.dtype)
-        memory = self._device.library.cuda.alloc_pinned_memory(array.nbytes)
-        return np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
+    def _make_buffers(self, checkpoint: Checkpoint) -> None:
+        """One piece of host memory for all arrays: CuPy's pool of page-locked memory would round
+        each up to a power of two.
+        """
+        parts = {"trained": checkpoint.trained, "optimizer": checkpoint.optimizer}
+        arrays = {f"{part}.{name}": x for part, held in parts.items() for name, x in held.items()}
+        starts, size = {}, 0
+        for name, array in arrays.items():
+            starts[name] = size
+            size += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        memory = self._host_memory(size)
+        for name, array in arrays.items():
+            flat = memory[starts[name] : starts[name] + array.nbytes]
+            self._buffers[name] = flat.view(array.dtype).reshape(array.shape)
+
+    def _host_memory(self, size: int) -> np.ndarray:
+        if self._device.kind == "cpu":
+            return np.empty(size, np.uint8)
+        cuda = self._device.library.cuda
+        return np.frombuffer(cuda.PinnedMemoryPointer(cuda.PinnedMemory(size), 0), np.uint8, size)
 
 
 def free_memory() -> int | None:

@@ -181,6 +181,19 @@ def test_scratch_memory_is_a_streams_own_and_outlives_graphs(cudnn):
     assert set(state.scratch) == {(0, 2)}
 
 
+def test_a_trial_gives_its_scratch_memory_back(cudnn):
+    small, large = layer(8, 2, 1, 64), layer(32, 2, 1, 64)
+    run(small, 1)
+    before, outgrown = dict(attention_plans.state.scratch), list(attention_plans.state.outgrown)
+    with attention_plans.borrowed_scratch():
+        run(large, 1)
+        attention_plans.state.card.now = Stream(2)
+        run(large, 1)
+        assert scratch_bytes() > 2 * 2 * 32 * 32 * 2
+    assert attention_plans.state.scratch == before
+    assert attention_plans.state.outgrown == outgrown
+
+
 def asks(tokens=24, heads=4, kv_heads=2, head_dim=64, sinks=None, **settings):
     q, k, v, _ = layer(tokens, heads, kv_heads, head_dim)
     return supported(q, k, v, sinks, **{"rows": 1, "scale": 0.125, **settings})

@@ -25,8 +25,8 @@ from surogate.models.blocks import Settings
 from surogate.models.config import ModelConfig, count, from_hf
 from surogate.models.init import init_model
 from surogate.models.lora import LoraSpec, init_adapter
-from surogate.models.memory import memory_of, parameter_counts
-from surogate.models.pool import Event, Pool
+from surogate.models.memory import memory_of, parameter_counts, weight_arrays
+from surogate.models.pool import PAGE, Event, Pool, taken
 from surogate.models.recipe import (
     Fp8Options,
     Fp8Recipe,
@@ -351,6 +351,8 @@ def test_cudnn_scratch_stays_below_its_limit():
     ):
         work = base._replace(tokens=tokens, longest=longest)
         assert memory_of(work, graphs=True, evaluates=False).attention == expected
+        work = work._replace(cudnn=False)
+        assert memory_of(work, graphs=True, evaluates=False).attention == 0
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -375,6 +377,32 @@ def test_pool_takes_the_smallest_chunk_and_splits_it():
     pool.run([Event("a", 4096), Event("b", 2048), Event("a", None), Event("b", None)])
     pool.run([Event("c", 1024), Event("d", 1024), Event("e", 4096)])
     assert pool.held == 4096 + 2048
+
+
+@pytest.mark.parametrize(
+    "size,pages",
+    [
+        (512, None),  # shares a page with others
+        ((1 << 20) - 512, None),
+        (1 << 20, 1),
+        (2 << 20, 1),
+        ((2 << 20) + 512, 2),
+    ],
+)
+def test_pool_takes_whole_pages(size, pages):
+    pool = Pool()
+    pool.run([Event("a", size), Event("a", None), Event("b", size)])
+    assert pool.held == (size if pages is None else pages * PAGE)
+
+
+def test_what_stays_takes_whole_pages():
+    """The matrices of Qwen2.5-1.5B end within pages, those of Qwen3-0.6B with them."""
+    for name, least, most in (("Qwen2.5-1.5B", 500 << 20, 600 << 20), ("Qwen3-0.6B", 0, 8 << 20)):
+        work = work_of(lookup(name), (), CARD, "block", None)
+        work = work._replace(gradient_dtype=BF16, moment_dtype=BF16, masters=False)
+        sizes = [*weight_arrays(Walk(work))]
+        assert sum(sizes) == memory_of(work, graphs=True, evaluates=False).weights
+        assert least <= 4 * sum(taken(size) - size for size in sizes) <= most
 
 
 def test_pool_joins_neighbours():

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,14 +19,18 @@ from surogate.errors import UserError
 from surogate.kernels import tree
 from surogate.kernels.arrays import BF16
 from surogate.kernels.widened import Widened
+from surogate.models.config import from_hf
+from surogate.models.hf import write_model
 from surogate.models.init import init_model
 from surogate.models.lora import init_adapter
-from surogate.models.memory import memory_of
+from surogate.models.memory import CONTEXT_BYTES, memory_of
 from surogate.models.registry import hf_config
 from surogate.models.widen import making_room
 from surogate.plan import SPARE, Place, cheapest_policy, find_model, in_words, predict, remedies
+from surogate.report import read_log
 from surogate.setup import Sources, lora_of, putter
 from surogate.train import train_step
+from tests.surogate.runs import start, write_texts, write_tokenizer
 
 GIB = 1 << 30
 TINY = hf_config("Qwen3-0.6B") | dict(
@@ -126,6 +131,31 @@ def test_a_plan_fits_with_some_to_spare(make):
     assert not predict(config, model, "cuda", total).fits
     assert predict(config, model, "cuda", int(total / (1 - SPARE)) + 1).fits
     assert predict(config, model, "cuda").fits
+
+
+def test_cudas_own_memory_is_counted_once(make, monkeypatch):
+    """What this process has of it when it asks for the free memory is free for the run."""
+    config = make()
+    model, _ = find_model(config)
+    plan = predict(config, model, "cuda")
+    assert (
+        plan.memory.context == CONTEXT_BYTES and predict(config, model, "cpu").memory.context == 0
+    )
+    for own, others in ((CONTEXT_BYTES - 5, 0), (CONTEXT_BYTES, GIB)):
+        taken = own + others
+        runtime = SimpleNamespace(memGetInfo=lambda taken=taken: (8 * GIB - taken, 8 * GIB))
+        library = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+        card = Device("cuda", "a card", library, BF16)
+        monkeypatch.setattr(plans, "choose_device", lambda wanted, card=card: card)
+        assert plans.place_of(config).free == 8 * GIB - others
+
+
+@pytest.mark.parametrize(("there", "takes", "may"), [(0, 1, True), (1, 0, True), (1, 1, False)])
+def test_cudnn_is_counted_where_it_may_run(monkeypatch, there, takes, may):
+    card = Device("cuda" if there else "cpu", "a card", np, BF16)
+    monkeypatch.setattr(plans, "choose_device", lambda wanted: card)
+    monkeypatch.setattr(plans.attention_hopper, "takes", lambda head_dim: bool(takes))
+    assert plans.may_use_cudnn.__wrapped__(128) is may
 
 
 def of_8b(make, **settings: Any) -> Config:
@@ -250,14 +280,17 @@ def test_sizes_in_words():
     assert in_words(512) == "0.50 KiB"
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
+WIDE = hf_config("Qwen3-0.6B") | dict(vocab_size=32000, num_hidden_layers=4)
+ON_A_CARD = pytest.mark.parametrize(
     "settings",
     [{"lora": False, "recompute": "block"}, {"recompute": "block"}, {"recompute": "none"}],
 )
+
+
+@pytest.mark.gpu
+@ON_A_CARD
 def test_groups_on_a_card_are_within_5_percent(make, tmp_path, settings):
-    wide = hf_config("Qwen3-0.6B") | dict(vocab_size=32000, num_hidden_layers=4)
-    (tmp_path / "config.json").write_text(json.dumps(wide))
+    (tmp_path / "config.json").write_text(json.dumps(WIDE))
     config = make(model=str(tmp_path), sequence_len=2048, per_device_train_batch_size=4, **settings)
     device = choose_device("cuda")
     model_config, _ = find_model(config)
@@ -279,3 +312,30 @@ def test_groups_on_a_card_are_within_5_percent(make, tmp_path, settings):
     static = own.weights + own.adapter + own.gradients + own.optimizer
     assert pool.used_bytes() - before == pytest.approx(static, rel=0.05)
     assert step._pool.total_bytes() == pytest.approx(own.peak + own.gaps, rel=0.05)
+
+
+@pytest.mark.gpu
+@ON_A_CARD
+def test_a_process_takes_what_is_planned_within_5_percent(make, tmp_path, settings):
+    """All that a run adds to what is taken of a card, with nothing else at work there."""
+    sizes, folder = from_hf(WIDE), tmp_path / "wide"
+    write_model(init_model(sizes, 0, BF16), sizes, folder, dtype=BF16)
+    write_tokenizer(folder)
+    config = make(
+        model=str(folder),
+        output_dir=str(tmp_path / "out"),
+        datasets=[{"path": str(write_texts(tmp_path / "texts.jsonl", 2000)), "type": "text"}],
+        sequence_len=2048,
+        per_device_train_batch_size=8,
+        max_steps=3,
+        validation_split_ratio=0.0,
+        device="cuda",
+        **settings,
+    )
+    before = choose_device("cuda").used_memory()
+    run = start(tmp_path / "run.yaml")
+    _, errors = run.communicate()
+    assert run.returncode == 0, errors
+    *_, last = (r for r in read_log(tmp_path / "out" / "log.jsonl") if r["log"] == "step")
+    planned = predict(config, find_model(config)[0], "cuda").memory
+    assert last["memory"] - before == pytest.approx(planned.total, rel=0.05)

@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from surogate import checkpoint, train
+from surogate import checkpoint, resume, train
+from surogate.config import Config
 from surogate.errors import UserError
 from surogate.manifest import MANIFEST, faults
+from surogate.models.recipe import Nvfp4Settings
+from surogate.models.walk import CARD
 from surogate.report import read_log
 from surogate.stop import Stop
+from tests.models.test_memory import TWO, step_of, work_of
 from tests.oracle import same_bits
 from tests.surogate.runs import invoke, prepare, start, steps, write_config
 from tests.surogate.runs import train as run_through
@@ -404,3 +408,12 @@ def test_missing_manifest_is_a_user_error(tmp_path):
     (tmp_path / "step_00000001").mkdir()
     with pytest.raises(UserError, match=r"manifest.json: is missing; remove"):
         checkpoint.load(newest(tmp_path))
+
+
+def test_a_micro_batch_changes_nothing_that_is_being_saved():
+    """The copy to the host may still run when the next passes draw their random bits."""
+    step = step_of(work_of(TWO, (), CARD, "block", None, Nvfp4Settings()))
+    state = resume.state_of(step, 0, Config(model="", output_dir=""), {})
+    step.recipe.draw_()
+    assert step.recipe.named()["nvfp4.key"][1] == 1
+    assert state.optimizer["nvfp4.key"][1] == 0

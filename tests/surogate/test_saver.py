@@ -197,6 +197,8 @@ class Recorded:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.cuda = self
+        self.may_copy = threading.Event()
+        self.may_copy.set()
 
     def get_current_stream(self) -> Any:
         return FakeStream(self, "compute")
@@ -205,8 +207,13 @@ class Recorded:
         assert non_blocking
         return FakeStream(self, "copy")
 
-    def alloc_pinned_memory(self, size: int) -> bytearray:
+    def PinnedMemory(self, size: int) -> bytearray:
+        assert self.may_copy.wait(10)
+        self.log.append("host memory")
         return bytearray(size)
+
+    def PinnedMemoryPointer(self, memory: bytearray, start: int) -> bytearray:
+        return memory[start:]
 
 
 class FakeStream:
@@ -253,10 +260,8 @@ class FakeArray:
         out[...] = self.host
 
 
-def test_order_of_streams(tmp_path):
-    """The copy comes after the update that made the state, and the next update after the copy."""
-    library = Recorded()
-    card = Device("cuda", "a card", library, np.dtype(BF16))
+def on_card(library: Recorded) -> tuple[Saver, Checkpoint]:
+    """A saver of a card's state, and such a state."""
     plain = made(1)
     state = plain._replace(
         trained={k: FakeArray(v, library.log) for k, v in plain.trained.items()},
@@ -264,13 +269,20 @@ def test_order_of_streams(tmp_path):
             k: v if k == "step" else FakeArray(v, library.log) for k, v in plain.optimizer.items()
         },
     )
-    with Saver(card, background=True, say=pytest.fail) as background:
+    card = Device("cuda", "a card", library, np.dtype(BF16))
+    return Saver(card, background=True, say=pytest.fail), state
+
+
+def test_order_of_streams(tmp_path):
+    """The copy comes after the update that made the state, and the next update after the copy."""
+    library = Recorded()
+    background, state = on_card(library)
+    with background:
         background.save(tmp_path, state, keep=1)
-        background.wait()
         background.before_update()
         background.before_update()  # there is nothing more to wait for
-    log = [line for line in library.log if not line.startswith("host")]
-    assert log == [
+        background.wait()
+    assert [line for line in library.log if not line.startswith("host")] == [
         "record compute",
         "copy waits for compute",
         "copy on copy",
@@ -278,8 +290,38 @@ def test_order_of_streams(tmp_path):
         "record copy",
         "compute waits for copy",
     ]
-    assert "host waits for copy" in library.log
-    same_bits(saved(tmp_path)["w"], plain.trained["w"])
+    assert library.log.count("host memory") == 1 and "host waits for copy" in library.log
+    same_bits(saved(tmp_path)["w"], made(1).trained["w"])
+
+
+def test_the_next_passes_do_not_wait_until_a_copy_begins(tmp_path):
+    """Page-locked memory takes long to get, and a thousand copies some time to be launched."""
+    library = Recorded()
+    library.may_copy.clear()
+    background, state = on_card(library)
+    with background:
+        background.save(tmp_path, state, keep=1)
+        assert "copy on copy" not in library.log  # it returned before
+        threading.Timer(0.1, library.may_copy.set).start()
+        background.before_update()
+        assert library.log.count("copy on copy") == 2
+        assert "compute waits for copy" in library.log
+
+
+def test_a_copy_that_fails_stops_no_update_and_is_raised(tmp_path, monkeypatch):
+    library = Recorded()
+    background, state = on_card(library)
+
+    def refuse(*_: Any) -> None:
+        raise MemoryError("no page-locked memory")
+
+    monkeypatch.setattr(library, "PinnedMemory", refuse)
+    with pytest.raises(MemoryError, match="no page-locked memory"), background:
+        background.save(tmp_path, state, keep=1)
+        background.before_update()
+        assert "compute waits for copy" not in library.log
+        background.wait()
+    assert newest(tmp_path) is None
 
 
 @pytest.mark.gpu
