@@ -29,7 +29,6 @@ __device__ __forceinline__ TensorScale tensor_scale(float amax, float range, flo
     return {up, __frcp_rn(up), exact_mul(up, inverse_target)};
 }
 
-constexpr uint32_t SIGNS_OF_TWO = 0x80008000u;
 // Two bf16 numbers in a word, or what belongs to them.
 struct Two {
     float low, high;
@@ -88,9 +87,7 @@ struct TokenNoise {
 };
 
 __device__ __forceinline__ float block_up(float scale, TensorScale tensor) {
-    float product = exact_mul(scale, tensor.down), up = fast_reciprocal(product);
-    up = __fmaf_rn(up, __fmaf_rn(-product, up, 1.0f), up);
-    return scale > 0.0f ? up : 0.0f;
+    return scale > 0.0f ? exact_reciprocal(exact_mul(scale, tensor.down)) : 0.0f;
 }
 
 // The scale of a block whose largest value would be `ideal` units of it, and what x is multiplied by. Subnormal
@@ -128,11 +125,7 @@ __device__ __forceinline__ void round_twice(uint32_t (&q)[2][N], Two (&error)[2]
                                             const Scales (&scales)[2]) {
     error[0] = error[1] = {0.0f, 0.0f};
     auto rounded = [](float value, float up, float& error) {
-        float a = exact_mul(fabsf(value), up), q = e2m1_nearest(a);
-        if (CLIP) q = fminf(q, 6.0f);
-        float change = exact_add(q, -a);
-        error = __fmaf_rn(change, change, error);
-        return q;
+        return e2m1_nearest<CLIP>(exact_mul(fabsf(value), up), error);
     };
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -458,11 +451,10 @@ __global__ void __launch_bounds__(LAUNCH_THREADS)
             for (int i = 0; i < 4 * ROWS_OF_LANE; ++i) top = max_magnitudes(top, words[i / 4].data[i % 4]);
         }
     }
-    auto larger = [](uint32_t word) { return max(word & 0x7FFF0000u, word << 16 & 0x7FFF0000u); };
-    merge_max(larger(top), most);
+    merge_max(larger_magnitude(top), most);
     if (HADAMARD) {
-        uint32_t bits = __float_as_uint(exact_mul(0.25f, __uint_as_float(larger(transformed))));
-        merge_max(larger(top) >= 0x7F800000u ? 0x7FC00000u : bits, most + 1);
+        uint32_t bits = __float_as_uint(exact_mul(0.25f, __uint_as_float(larger_magnitude(transformed))));
+        merge_max(larger_magnitude(top) >= 0x7F800000u ? 0x7FC00000u : bits, most + 1);
     }
 }
 

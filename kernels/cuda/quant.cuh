@@ -1,7 +1,7 @@
 // Codes of the narrow number formats, to and from float: E4M3, E5M2, E2M1, E8M0 and NF4.
 // kernels/quant/codes.py states the formats and is the host version: it gives the same codes.
 #pragma once
-#include "common.cuh"
+#include "pack.cuh"
 
 // An exponent field of bias BIAS over MANTISSA bits: what a code's value is, is as in IEEE 754, subnormals included.
 // LARGEST holds the bits of the largest finite value as a float, SIGN the sign bit of a code, and NOT_A_NUMBER the
@@ -71,9 +71,17 @@ template <int SHIFT> __device__ __forceinline__ float nearest_on_grid(float a, f
     return __fmaf_rn(y, float(1 << SHIFT), __fmaf_rn(y, -float(1 << SHIFT), a));
 }
 __device__ __forceinline__ float e2m1_nearest(float a) { return nearest_on_grid<22>(a, 1.5f); }
+// The same, not past 6 if CLIP (else a is below 7), with the square of the change, which is exact, added to `error`.
+template <bool CLIP> __device__ __forceinline__ float e2m1_nearest(float a, float& error) {
+    float q = e2m1_nearest(CLIP ? fminf(a, 6.0f) : a);
+    float change = __fadd_rn(q, -a);
+    error = __fmaf_rn(change, change, error);
+    return q;
+}
 __device__ __forceinline__ float e4m3_nearest(float a) { return nearest_on_grid<20>(a, 0.0234375f); }
 
 // The upper halves of two floats. Values on the grid, and scales, are exact in bf16.
+constexpr uint32_t SIGNS_OF_TWO = 0x80008000u;
 __device__ __forceinline__ uint32_t word_of(float low, float high) {
     return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
 }
@@ -134,28 +142,49 @@ template <typename F> __device__ __forceinline__ uint32_t encode_bytes(const flo
     return encode<F>(x[0]) | encode<F>(x[1]) << 8 | encode<F>(x[2]) << 16 | encode<F>(x[3]) << 24;
 #endif
 }
-// Eight codes of E2M1, the first in the lowest bits. Without instructions for it, elements j and j + 4 share a word:
-// times 2^-126, a magnitude is a float whose bits from 22 on are the code, by the exponents of subnormal numbers.
+// Eight codes of E2M1, the first in the lowest bits: of numbers, and of magnitudes on the grid whose signs are those of
+// `sign`, two bf16 numbers in a word. Without instructions for it, a magnitude times 2^-126 is a bf16 whose bits from 6
+// on are the code, by the exponents of subnormal numbers.
+#ifdef HARDWARE_FP4
 __device__ __forceinline__ uint32_t encode_nibbles(const float (&x)[8]) {
     uint32_t word = 0;
-#ifdef HARDWARE_FP4
 #pragma unroll
     for (int j = 0; j < 4; ++j) word |= cvt_e2m1x2(x[2 * j], x[2 * j + 1]) << 8 * j;
+    return word;
+}
+__device__ __forceinline__ uint32_t encode_grid(const uint32_t (&q)[4], const uint32_t (&sign)[4]) {
+    float x[8];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        uint32_t both = q[j] | (sign[j] & SIGNS_OF_TWO);
+        x[2 * j] = __uint_as_float(both << 16), x[2 * j + 1] = __uint_as_float(both & 0xFFFF0000u);
+    }
+    return encode_nibbles(x);
+}
 #else
-    float number[8], shifted[8];
+__device__ __forceinline__ uint32_t encode_grid(const uint32_t (&q)[4], const uint32_t (&sign)[4]) {
+    uint32_t code[4];  // in the upper four bits of either half
+#pragma unroll
+    for (int j = 0; j < 4; ++j) code[j] = mul_bf16x2(q[j], 0x00800080u) << 6 | (sign[j] & SIGNS_OF_TWO);
+    uint32_t low = __byte_perm(code[0], code[1], 0x7351), high = __byte_perm(code[2], code[3], 0x7351);
+    return (__byte_perm(low, high, 0x5410) >> 4) + __byte_perm(low, high, 0x7632);
+}
+__device__ __forceinline__ uint32_t encode_nibbles(const float (&x)[8]) {
+    uint32_t q[4], sign[4];
+    float number[8], nearest[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         number[j] = fmaxf(fminf(x[j], 6.0f), -6.0f);  // NaN is 6
-        shifted[j] = __fmul_rn(e2m1_nearest(fabsf(number[j])), __uint_as_float(0x00800000u));
+        nearest[j] = e2m1_nearest(fabsf(number[j]));
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        uint32_t codes = word_of(shifted[j], shifted[j + 4]), signs = word_of(number[j], number[j + 4]) & 0x80008000u;
-        word |= (j < 2 ? codes >> (6 - 4 * j) : codes << (4 * j - 6)) | signs >> (12 - 4 * j);
+        q[j] = word_of(nearest[2 * j], nearest[2 * j + 1]);
+        sign[j] = word_of(number[2 * j], number[2 * j + 1]);
     }
-#endif
-    return word;
+    return encode_grid(q, sign);
 }
+#endif
 
 // The values of four codes of E4M3. Without instructions for it, NaN is seen by a carry out of a byte's seven bits.
 __device__ __forceinline__ void decode_bytes(float (&x)[4], uint32_t word) {
@@ -181,6 +210,16 @@ template <int N> __device__ __forceinline__ uint32_t largest_magnitude(const flo
 #pragma unroll
     for (int j = 0; j < N; ++j) most = max(most, __float_as_uint(x[j]) & 0x7FFFFFFFu);
     return most;
+}
+// Of two bf16 numbers in a word, and of a pack: of bf16, two at a time.
+__device__ __forceinline__ uint32_t larger_magnitude(uint32_t word) {
+    return max(word & 0x7FFF0000u, word << 16 & 0x7FFF0000u);
+}
+template <typename T, int N> __device__ __forceinline__ uint32_t largest_magnitude(const Pack<T, N>& x) {
+    uint32_t most = 0;
+#pragma unroll
+    for (uint32_t word : x.word) most = x.HALF ? max_magnitudes(most, word) : max(most, word & 0x7FFFFFFFu);
+    return x.HALF ? larger_magnitude(most) : most;
 }
 // The largest of a block of up to 1024 threads (a multiple of 32), known to all of them. Every thread must call it.
 __device__ __forceinline__ uint32_t block_amax(uint32_t most) {

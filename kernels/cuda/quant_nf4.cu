@@ -3,8 +3,9 @@
 #include "quant.cuh"
 #include "rounding.cuh"
 
-constexpr int SPAN_THREADS = 512, SPAN = SPAN_THREADS * GROUP;  // elements of a block of threads: a largest block
-constexpr int SPANS = 8;  // one after the other, of a block of threads
+constexpr int EACH = 16;      // neighbours that a thread has of a span
+constexpr int WARPS = 8;      // of a block of threads: a span is a largest block of weights
+constexpr int RESIDENT = 12;  // blocks of threads of a multiprocessor, over the bytes of a weight
 
 // Codes of [-1, 1] by table: cell i is what rounds to (i - 16) / 16, and holds at most one middle between values, none
 // within 2^-13 of its ends. `below` is the code of its lower end, `middle` where the next code begins. Each lane has a
@@ -18,63 +19,82 @@ struct Cells {
     Cell first[COUNT], of_lane[COUNT][32];
 
     __device__ __forceinline__ void fill() {
-        if (threadIdx.x < COUNT) {
-            uint32_t code = encode<NF4>((float(threadIdx.x) - 16.5f) / 16.0f);
-            first[threadIdx.x] = {code < 15u ? nf4_middle(code) : INFINITY, code};
+        uint32_t thread = threadIdx.y * 32 + threadIdx.x;
+        if (thread < COUNT) {
+            uint32_t code = encode<NF4>((float(thread) - 16.5f) / 16.0f);
+            first[thread] = {code < 15u ? nf4_middle(code) : INFINITY, code};
         }
         __syncthreads();
-        for (int cell = threadIdx.x / 32; cell < COUNT; cell += SPAN_THREADS / 32)
-            of_lane[cell][threadIdx.x % 32] = first[cell];
+        for (uint32_t cell = threadIdx.y; cell < COUNT; cell += WARPS) of_lane[cell][threadIdx.x] = first[cell];
         __syncthreads();
     }
-    // Of 2^15 + 16.5 + 16 x, the bits of the number of the cell are where an offset to it has them.
-    __device__ __forceinline__ uint32_t encode_nf4(float x) const {
+    // Of 2^15 + 16.5 + 16 x, the bits of the number of the cell are where an offset to it has them. The sign of the
+    // distance to the middle is what is added to the code.
+    __device__ __forceinline__ uint32_t append_nf4(uint32_t word, float x) const {
         static_assert(sizeof(of_lane[0]) == 256, "the bits of 1 in a float of 2^15");
         uint32_t offset = __float_as_uint(__fmaf_rn(x, 16.0f, 32768.0f + 16.5f)) & 0x3F00u;
-        auto place = reinterpret_cast<const char*>(of_lane) + (offset | threadIdx.x % 32 * sizeof(Cell));
+        auto place = reinterpret_cast<const char*>(of_lane) + (offset | threadIdx.x * sizeof(Cell));
         auto cell = Vec<uint32_t, 2>::load(reinterpret_cast<const uint32_t*>(place));
-        return cell.data[1] + (x > __uint_as_float(cell.data[0]));
+        return word * 16 + cell.data[1] + (__float_as_uint(exact_add(__uint_as_float(cell.data[0]), -x)) >> 31);
     }
 };
 
-// Eight elements a thread, so that a block of weights is 4 to 512 threads.
+// A block of 2^log_block weights is 2 to 256 threads. The next span is on its way while one is encoded.
 template <typename T, bool WHOLE>
-__global__ void __launch_bounds__(SPAN_THREADS)
-    nf4_quantize(uint8_t* __restrict__ codes, float* __restrict__ absmax, const T* __restrict__ weight, int block,
+__global__ void __launch_bounds__(32 * WARPS, RESIDENT / sizeof(T))
+    nf4_quantize(uint8_t* __restrict__ codes, float* __restrict__ absmax, const T* __restrict__ weight, int log_block,
                  int64_t size) {
-    __shared__ uint32_t of_warp[SPAN_THREADS / 32];
+    __shared__ uint32_t of_warp[WARPS];
     __shared__ __align__(8) Cells cells;
     cells.fill();
-    int threads = block / GROUP, of_span = threadIdx.x / threads, spanned = SPAN / block;  // blocks of weights
-    int64_t begin = int64_t(blockIdx.x) * SPANS * SPAN + threadIdx.x * GROUP;
-    absmax += int64_t(blockIdx.x) * SPANS * spanned + of_span;
+    uint32_t thread = threadIdx.y * 32 + threadIdx.x, threads = (1u << log_block) / EACH, place = thread % threads;
+    uint32_t parts = uint32_t((size + EACH - 1) / EACH), step = gridDim.x * 32 * WARPS;
+    auto load = [&](uint32_t part) {  // past the end, the last: of a block that ends early, the largest stays
+        Pack<T, EACH> pack;
+        int64_t begin = int64_t(min(part, parts - 1)) * EACH;
+        if (WHOLE) pack.load(weight + begin);
+        else pack.template load_columns<false>(weight + begin, 0, size - begin < EACH ? int(size - begin) : EACH);
+        return pack;
+    };
+    uint32_t part = blockIdx.x * 32 * WARPS + thread;
+    Pack<T, EACH> next = load(part);
 #pragma unroll 1
-    for (int span = 0; span < SPANS; ++span, begin += SPAN, absmax += spanned) {
-        int count = begin < size ? (WHOLE || begin + GROUP <= size ? GROUP : int(size - begin)) : 0;
-        float x[GROUP] = {};
-        if (count) load_group(x, weight + begin, count, WHOLE);
-        uint32_t amax = largest_magnitude(x);
-        for (int mask = min(threads, 32) / 2; mask > 0; mask /= 2) amax = max(amax, warp_shfl_xor(amax, mask));
+    for (; part - thread < parts; part += step) {
+        Pack<T, EACH> pack = next;
+        next = load(part + step);
+        uint32_t amax = largest_magnitude(pack);
+#pragma unroll
+        for (int mask = 1; mask < 32; mask *= 2) amax = max(amax, warp_shfl_xor(amax, mask & (threads - 1)));
         if (threads > 32) {
             __syncthreads();  // the previous span's readers are done
-            if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = amax;
+            if (threadIdx.x == 0) of_warp[threadIdx.y] = amax;
             __syncthreads();
-            int first = of_span * (threads / 32);
-            for (int warp = first; warp < first + threads / 32; ++warp) amax = max(amax, of_warp[warp]);
+#pragma unroll 1
+            for (uint32_t i = 0; i < threads / 32; ++i) amax = max(amax, of_warp[(thread - place) / 32 + i]);
         }
-        if (!count) continue;
-        float scale = __uint_as_float(amax), factor = saturated(__fdiv_rn(1.0f, scale));
-        if (threadIdx.x == of_span * threads) *absmax = scale;
-        uint32_t word = 0x77777777u;  // zeros: what is left of a block that is not finite
-        if (scale < INFINITY) {
-            word = 0;
+        if (part >= parts) continue;
+        float scale = __uint_as_float(amax), factor = saturated(__frcp_rn(scale));
+        if (place == 0) absmax[int64_t(part) * EACH >> log_block] = scale;
+        Vec<uint32_t, EACH / 8> out;
 #pragma unroll
-            for (int i = GROUP - 1; i >= 0; --i) word = word * 16 + cells.encode_nf4(exact_mul(x[i ^ 1], factor));
+        for (int i = 0; i < EACH / 8; ++i) {
+            out.data[i] = 0x77777777u;  // zeros: what is left of a block that is not finite
+            if (scale < INFINITY) {
+                uint32_t word = 0;
+#pragma unroll
+                for (int j = 7; j >= 0; --j) {
+                    float x = exact_mul(pack.get(8 * i + (j ^ 1)), factor);
+                    word = cells.append_nf4(word, x);
+                }
+                out.data[i] = word;
+            }
         }
+        uint8_t* to = codes + int64_t(part) * (EACH / 2);
         if (WHOLE) {
-            *reinterpret_cast<uint32_t*>(codes + begin / 2) = word;
+            out.store(reinterpret_cast<uint32_t*>(to));
         } else {
-            for (int j = 0; j < count; j += 2) codes[(begin + j) / 2] = uint8_t(word >> 4 * j);
+            int64_t left = size - int64_t(part) * EACH;
+            for (int j = 0; j < EACH / 2 && 2 * j < left; ++j) to[j] = uint8_t(out.data[j / 4] >> j % 4 * 8);
         }
     }
 }

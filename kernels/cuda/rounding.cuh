@@ -9,16 +9,18 @@ constexpr int ROUNDING_GROUP = 8;
 __device__ __forceinline__ float exact_mul(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ float exact_add(float a, float b) { return __fadd_rn(a, b); }
 
-// sqrt(x) and a / b rounded to nearest: the instructions that the compiler makes of them, without its branches
+// sqrt(x), 1 / b and a / b rounded to nearest: the instructions that the compiler makes of them, without its branches
 // for the ends of the range. x is from 2^-100 to 2^100; |a|, b and |a / b| are from 2^-110 to 2^120.
 __device__ __forceinline__ float exact_sqrt(float x) {
     float y = fast_rsqrt(x), root = __fmul_rn(x, y);
     return __fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(y, 0.5f), root);
 }
-__device__ __forceinline__ float exact_div(float a, float b) {
+__device__ __forceinline__ float exact_reciprocal(float b) {
     float y = fast_reciprocal(b);
-    y = __fmaf_rn(y, __fmaf_rn(-b, y, 1.0f), y);
-    float q = __fmul_rn(a, y);
+    return __fmaf_rn(y, __fmaf_rn(-b, y, 1.0f), y);
+}
+__device__ __forceinline__ float exact_div(float a, float b) {
+    float y = exact_reciprocal(b), q = __fmul_rn(a, y);
     return __fmaf_rn(__fmaf_rn(-b, q, a), y, q);
 }
 

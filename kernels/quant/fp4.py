@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Float, Float32, UInt8
 
 from surogate.kernels.arrays import F32, Array, aligned, empty, on_device, require, zeros
+from surogate.kernels.card import multiprocessors
 from surogate.kernels.nvrtc import THREADS, Source, ctype
 from surogate.kernels.quant.codes import (
     E2M1,
@@ -38,8 +39,7 @@ from surogate.kernels.quant.codes import (
 from surogate.kernels.quant.storage import Quantized, blocks_of
 
 NVFP4_COLUMNS, MXFP4_COLUMNS = 16, 32
-TILE, TILES = 16, 4  # rows, and blocks of 16 columns, of a tile of quant_nvfp4.cu; tiles of a block
-AMAX_BLOCKS = 1024  # of threads, at most
+TILE, WARPS = (16, 512), 4  # rows and columns of a warp of quant_nvfp4.cu, warps side by side
 _FLAGS = ("true", "false")
 _INSTANCES = [(dtype, whole) for dtype in ("float", "bf16") for whole in _FLAGS]
 SOURCE = Source(
@@ -74,16 +74,13 @@ def quantize_nvfp4(
     scales = empty((outer, inner // NVFP4_COLUMNS), np.uint8, like=weight)
     tensor_scale = empty(1, F32, like=weight)
     amax = zeros(1, np.uint32, like=weight)
-    whole = "true" if aligned(weight) else "false"
-    types, grid = (
-        (ctype(weight.dtype), whole),
-        min(blocks_of(weight.size, 8 * THREADS), AMAX_BLOCKS),
-    )
+    types = (ctype(weight.dtype), "true" if aligned(weight) else "false")
+    grid = min(blocks_of(weight.size, 8 * THREADS), 8 * multiprocessors())
     SOURCE.launch("raise_amax", types, grid, THREADS, [amax, weight, np.int64(weight.size)])
-    tiles = blocks_of(outer, TILE * TILES), blocks_of(inner, TILE * NVFP4_COLUMNS)
+    tiles = blocks_of(outer, TILE[0]) * blocks_of(inner, TILE[1] * WARPS)
     arguments = [codes, scales, tensor_scale, amax, weight, outer, inner]
     forms = tuple("true" if form else "false" for form in (block[0] > 1, four_over_six))
-    SOURCE.launch("nvfp4_quantize", (*types, *forms), tiles, THREADS, arguments)
+    SOURCE.launch("nvfp4_quantize", (*types, *forms), tiles, 32 * WARPS, arguments)
     return Quantized("nvfp4", (outer, inner), block, codes, scales, tensor_scale)
 
 

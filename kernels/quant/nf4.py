@@ -21,12 +21,13 @@ import numpy as np
 from jaxtyping import Float, Float32, UInt8
 
 from surogate.kernels.arrays import F32, Array, aligned, empty, namespace, on_device, require
+from surogate.kernels.card import multiprocessors
 from surogate.kernels.nvrtc import THREADS, Source, ctype
 from surogate.kernels.quant.codes import NF4, codes_of, pack, unpack, values_of
 from surogate.kernels.quant.storage import Nested, Quantized, blocks_of, check_power
 
 NESTED_BLOCK = 256
-SPAN_THREADS, SPAN, SPANS, MEAN_THREADS = 512, 4096, 8, 1024  # of quant_nf4.cu
+EACH, WARPS, RESIDENT, MEAN_THREADS = 16, 8, 12, 1024  # of quant_nf4.cu
 _INSTANCES = [(dtype, whole) for dtype in ("float", "bf16") for whole in ("true", "false")]
 SOURCE = Source("quant_nf4", {"nf4_quantize": list(_INSTANCES), "nf4_mean": [()], "nf4_nest": [()]})
 
@@ -82,9 +83,11 @@ def _quantize(weight: Array, block: int) -> tuple[Array, Array]:
         return pack(codes.reshape(-1)[: size + size % 2], NF4), absmax
     codes = empty(blocks_of(size, 2), np.uint8, like=weight)
     absmax = empty(blocks_of(size, block), F32, like=weight)
-    types = (ctype(weight.dtype), "true" if size % 8 == 0 and aligned(weight) else "false")
-    arguments = [codes, absmax, weight, block, np.int64(size)]
-    SOURCE.launch("nf4_quantize", types, blocks_of(size, SPAN * SPANS), SPAN_THREADS, arguments)
+    types = (ctype(weight.dtype), "true" if size % EACH == 0 and aligned(weight) else "false")
+    resident = RESIDENT // weight.dtype.itemsize * multiprocessors()
+    grid = min(blocks_of(size, EACH * 32 * WARPS), resident)
+    arguments = [codes, absmax, weight, block.bit_length() - 1, np.int64(size)]
+    SOURCE.launch("nf4_quantize", types, grid, (32, WARPS), arguments)
     return codes, absmax
 
 

@@ -296,6 +296,18 @@ def test_all_of_the_range(format, settings, exponent, device):
         assert np.abs(got - w).max() < 0.2 * np.abs(w).max()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("format,settings", VARIANTS)
+def test_scales_of_all_sizes_in_a_matrix(format, settings, dtype, device):
+    """Subnormal and lost ones too: the arrays of the host, to the bit."""
+    rng = np.random.default_rng(0)
+    w = normal("float32", (35, 1104)) * np.exp2(rng.integers(-25, 3, (35, 69)).repeat(16, axis=1))
+    w = w.astype(BF16 if dtype == "bfloat16" else F32)
+    want = quantize_on_host(w, format, settings)
+    for name, array in quantize(to_device(w, device), format, **settings).arrays().items():
+        same_bits(array, want.arrays()[name])
+
+
 def quantize_on_host(w: np.ndarray, format: str, settings: dict[str, Any]) -> Quantized:
     launch, Backend.launch = Backend.launch, None
     try:
