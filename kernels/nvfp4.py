@@ -247,7 +247,9 @@ def nvfp4_cast_tokens(
             *_draw_arguments(draw, ALONG_TOKENS), np.uint32(signs or 0), tokens, padded, columns,
             *_scaling_arguments(scaling),
         ]  # fmt: skip
-        grid = (-(-columns // TOKEN_COLUMNS), -(-padded // SPAN))
+        ahead = emulated and (four_over_six or draw is not None)
+        span = 2 * SPAN if ahead else SPAN
+        grid = (-(-columns // TOKEN_COLUMNS), -(-padded // span))
         SOURCE.launch("nvfp4_tokens", types, grid, THREADS, args)
     return cast
 

@@ -72,7 +72,7 @@ class Work(NamedTuple):
     widen: bool  # adapted weights lie in one array with their adapters
     recipe: Precision | None = None  # of the layers' matrices; None: plain bf16
     normuon: bool = False  # updates the layers' matrices
-    cudnn: bool = True  # attention may run in cuDNN, which takes scratch memory
+    cudnn: bool = True  # attention's backward may run in cuDNN, which takes scratch memory
 
 
 class Ledger:

@@ -89,9 +89,9 @@ def predict(config: Config, model: ModelConfig, kind: Kind, free: int | None = N
 
 @functools.cache
 def may_use_cudnn(head_dim: int) -> bool:
-    """Whether cuDNN may compute attention on the card at hand; yes where there is none.
+    """Whether cuDNN may compute attention's backward on the card at hand; yes where there is none.
 
-    On Hopper our own kernels win at the head sizes that they take, by 1.8 on an H200 (backward).
+    On Hopper our own kernels win at the head sizes that they take, by 1.8 on an H200.
     """
     return choose_device("auto").kind == "cpu" or not attention_hopper.takes(head_dim)
 

@@ -7,7 +7,7 @@ constexpr int BLOCK = 16;  // values that share a scale
 constexpr int PANEL_ROWS = 16, PANEL_COLUMNS = 64;
 constexpr int PANELS = 2;          // one below the other, that a warp casts along rows
 constexpr int TOKEN_COLUMNS = 64;  // of a warp where blocks lie along tokens
-constexpr int SPAN = 256;          // tokens of a thread block of the casts along tokens: 16 blocks for eight warps
+constexpr int SPAN = 256;          // tokens of a thread block of the casts along tokens, twice that where it reads ahead
 constexpr int ROWS_OF_LANE = 4;    // casts along rows: a lane has eight neighbouring columns of every fourth row
 constexpr int RESIDENT = 4;        // thread blocks of a multiprocessor: 64 registers a thread
 constexpr int PHILOX_ROUNDS = 7;   // the least that pass the tests of randomness
@@ -335,9 +335,9 @@ struct TokenBlock {
 
 // Blocks along the tokens, of x as it is or (HADAMARD) transformed. `values` keep the layout of x; codes and scales
 // are those of the transpose, through shared memory, and take more registers. Tokens up to `padded`, a multiple of 32,
-// count as zero.
+// count as zero. Where a block takes long to cast and registers are left, the next one is on its way.
 template <bool HADAMARD, bool FOUR, bool STOCHASTIC, bool VALUES>
-__global__ void __launch_bounds__(LAUNCH_THREADS, VALUES ? RESIDENT : RESIDENT - 1)
+__global__ void __launch_bounds__(LAUNCH_THREADS, VALUES && !FOUR && !STOCHASTIC ? RESIDENT : RESIDENT - 1)
     nvfp4_tokens(bf16* __restrict__ values,     // (padded, columns)
                  uint8_t* __restrict__ codes,   // (columns, padded / 2)
                  uint8_t* __restrict__ scales,  // 128 x 4 tiles of (columns, padded / 16)
@@ -346,18 +346,23 @@ __global__ void __launch_bounds__(LAUNCH_THREADS, VALUES ? RESIDENT : RESIDENT -
                  const uint32_t* __restrict__ key,  // seed, step
                  uint32_t tensor, uint32_t role, int64_t first, uint32_t signs, int tokens, int padded, int columns,
                  float range, float inverse_target) {
+    constexpr bool AHEAD = VALUES && (FOUR || STOCHASTIC);
+    constexpr int OF_BLOCK = AHEAD ? 2 * SPAN : SPAN, STEP = LAUNCH_THREADS / 32;
     // Row c * 32 + l has column 2 * l + c, so that the lanes of a warp write to many banks.
-    __shared__ __align__(16) uint32_t code_tile[TOKEN_COLUMNS][SPAN / 8 + 4];
-    __shared__ __align__(16) uint8_t scale_tile[TOKEN_COLUMNS][SPAN / BLOCK];
+    __shared__ __align__(16) uint32_t code_tile[TOKEN_COLUMNS][OF_BLOCK / 8 + 4];
+    __shared__ __align__(16) uint8_t scale_tile[TOKEN_COLUMNS][OF_BLOCK / BLOCK];
     Flips flips(HADAMARD ? signs : 0u);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * TOKEN_COLUMNS + 2 * lane;
     TensorScale whole = tensor_scale(HADAMARD ? exact_mul(4.0f, *amax) : *amax, range, inverse_target);
+    TokenBlock next;
+    if (AHEAD) next.load(x, stride, blockIdx.y * OF_BLOCK + warp * BLOCK, column, tokens, columns);
 #pragma unroll 1
-    for (int block = warp; block < SPAN / BLOCK; block += LAUNCH_THREADS / 32) {
-        int token = blockIdx.y * SPAN + block * BLOCK;
+    for (int block = warp; block < OF_BLOCK / BLOCK; block += STEP) {
+        int token = blockIdx.y * OF_BLOCK + block * BLOCK;
         if (token >= padded) break;
-        TokenBlock in;
-        in.load(x, stride, token, column, tokens, columns);
+        TokenBlock in = next;
+        if (!AHEAD) in.load(x, stride, token, column, tokens, columns);
+        else if (block + STEP < OF_BLOCK / BLOCK) next.load(x, stride, token + STEP * BLOCK, column, tokens, columns);
         if (HADAMARD) in.transform(flips);
         TokenNoise noise;
         if (STOCHASTIC) {
@@ -394,10 +399,10 @@ __global__ void __launch_bounds__(LAUNCH_THREADS, VALUES ? RESIDENT : RESIDENT -
     }
     if (VALUES) return;
     __syncthreads();
-    constexpr int PARTS = SPAN / 32;  // of 32 tokens: 16 bytes of codes, two scales
+    constexpr int PARTS = OF_BLOCK / 32;  // of 32 tokens: 16 bytes of codes, two scales
     for (int i = threadIdx.x; i < TOKEN_COLUMNS * PARTS; i += LAUNCH_THREADS) {
         int local = i / PARTS, part = i % PARTS, row = blockIdx.x * TOKEN_COLUMNS + local;
-        int token = blockIdx.y * SPAN + part * 32, from = local % 2 * 32 + local / 2;
+        int token = blockIdx.y * OF_BLOCK + part * 32, from = local % 2 * 32 + local / 2;
         if (row >= columns || token >= padded) continue;
         Vec<uint32_t, 4>::load(&code_tile[from][4 * part])
             .store(reinterpret_cast<uint32_t*>(codes + (int64_t(row) * padded + token) / 2));

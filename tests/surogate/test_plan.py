@@ -327,6 +327,7 @@ def test_a_process_takes_what_is_planned_within_5_percent(make, tmp_path, settin
         datasets=[{"path": str(write_texts(tmp_path / "texts.jsonl", 2000)), "type": "text"}],
         sequence_len=2048,
         per_device_train_batch_size=8,
+        gradient_accumulation_steps=1,
         max_steps=3,
         validation_split_ratio=0.0,
         device="cuda",
