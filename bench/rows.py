@@ -22,7 +22,9 @@ from surogate.models.registry import lookup
 from surogate.models.stack import Recompute
 
 OURS = "ours"
-RECIPES = ("bf16", "fp8", "fp8_tensor", "fp8_row", "nvfp4", "nf4", "fp8_blocks", "nvfp4_blocks")
+RECIPES = (
+    "bf16", "fp8", "fp8_tensor", "fp8_row", "nvfp4", "nf4", "fp8_blocks", "nvfp4_blocks", "fp8_nf4",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Row:
         chunk: tokens whose logits exist at a time; None: the default.
         moments: dtype of AdamW's moments.
         recipe: of the layers' products (bf16, fp8, nvfp4), or storage of the base weights, which
-            bf16 products multiply (nf4, fp8_blocks, nvfp4_blocks).
+            bf16 products multiply (nf4, fp8_blocks, nvfp4_blocks) or fp8's (fp8_nf4).
         steps: measured, after two that warm up.
     """
 
@@ -149,6 +151,7 @@ ROWS = (
     Row("Qwen3-8B", "full", moments="bfloat16", recipe="fp8", steps=3),
     Row("Qwen3-8B", "lora", recipe="nf4", steps=3),
     Row("Qwen3-8B", "lora", recipe="fp8_blocks", steps=3),
+    Row("Qwen3-8B", "lora", recipe="fp8_nf4", steps=3),
     Row("Qwen3-8B", "lora", rows=1, accumulation=1, recompute="block", recipe="nf4", steps=3),
     Row("Qwen2.5-0.5B", "full", rows=32, length=1024, accumulation=16, moments="bfloat16", steps=3),
     Row("Qwen2.5-1.5B", "full", rows=32, length=1024, accumulation=16, moments="bfloat16", steps=2),

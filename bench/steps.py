@@ -17,6 +17,7 @@ import numpy as np
 
 from bench.harness import facts
 from bench.rows import Row, parser
+from surogate.choices import storing
 from surogate.device import Device, choose_device
 from surogate.kernels.arrays import BF16, F32
 from surogate.kernels.batch import IGNORED, Batch, docs_from_lengths, positions_of
@@ -34,11 +35,9 @@ from surogate.models.recipe import (
     Nvfp4Settings,
     Precision,
     Recipe,
-    Scope,
     Storage,
 )
 from surogate.models.registry import lookup
-from surogate.models.stored_recipe import QuantizedRecipe
 from surogate.models.tree import Model
 from surogate.models.walk import CARD, Work
 from surogate.models.widen import Put, making_room
@@ -133,6 +132,8 @@ def precision_of(row: Row) -> Precision | None:
     }
     if row.recipe in storages:
         return storages[row.recipe]
+    if row.recipe == "fp8_nf4":
+        return Fp8Options(storage=storages["nf4"])
     scaling: Any = row.recipe.partition("_")[2] or "delayed"
     return Fp8Options(scaling=scaling)
 
@@ -140,13 +141,12 @@ def precision_of(row: Row) -> Precision | None:
 def recipe_of(row: Row, config: ModelConfig, device: Device) -> Recipe:
     """What a row's weights become."""
     precision = precision_of(row)
-    if isinstance(precision, Storage):
-        return QuantizedRecipe(config, Scope(), precision)
     if isinstance(precision, Fp8Options):
-        return Fp8Recipe(config, precision, device.library)
+        below = storing(precision.storage, config)
+        return Fp8Recipe(config, precision, device.library, below)
     if isinstance(precision, Nvfp4Settings):
         return Nvfp4Recipe(config, precision, device.library)
-    return Recipe()
+    return storing(precision, config)
 
 
 def planned_bytes(row: Row, step: TrainStep) -> int:

@@ -293,14 +293,15 @@ def fp8_cast(
     *,
     rows: bool = True,
     turned: bool = False,
-    scaling: Scaling | None = None,
+    scaling: Scaling | Literal["known"] | None = None,
     out: Codes | None = None,
 ) -> Codes:
     """Codes of bfloat16 (host: also float32) x [rows, columns], both multiples of 16.
 
     ``turned`` asks for the transposed codes, ``rows`` for the others. ``scaling`` stands for the
-    state's own. With row scaling, ``turned`` codes have a scale for each column of x. ``out`` are
-    codes of an earlier cast alike, which are written over.
+    state's own; "known" takes the scale that the slot has, and leaves no trace. With row scaling,
+    ``turned`` codes have a scale for each column of x. ``out`` are codes of an earlier cast alike,
+    which are written over.
     """
     state = slot.state
     scaling = scaling or state.scaling
@@ -308,7 +309,7 @@ def fp8_cast(
     if scaling == "row":
         require(rows != turned, "fp8_cast: with row scaling, ask for rows or for turned")
         return _cast_rows(x, slot, turned, out)
-    if state._calibrating or scaling == "tensor":
+    if scaling == "tensor" or (state._calibrating and scaling != "known"):
         _scale_now(x, slot, keep=state._calibrating)
     record = slot.record if scaling == "delayed" else None
     if on_device(x):
@@ -359,7 +360,7 @@ def _launch(x: Any, slot: Slot, rows: bool, turned: bool, record: Any, out: Code
         code = empty((size, columns), np.uint8, like=x) if rows else None
         other = empty((columns, size), np.uint8, like=x) if turned else None
     else:
-        code, other = out.rows, out.turned
+        code, other = out.rows if rows else None, out.turned
     if not turned:
         grid = -(-(size * columns // 16) // (THREADS * CAST_PACKS))
         arguments = [code, record, x, slot.scale, columns, stride, size, columns]
@@ -385,7 +386,8 @@ def _scale_now(x: Any, slot: Slot, *, keep: bool) -> None:
 
 def _cast_rows(x: Any, slot: Slot, turned: bool, out: Codes | None) -> Codes:
     if turned:
-        x = namespace(x).ascontiguousarray(x.T)
+        x, lying = empty(x.shape[::-1], x.dtype, like=x), x
+        x[...] = lying.T
     size, columns = x.shape
     if out is None:
         code, inverse = empty((size, columns), np.uint8, like=x), empty(size, "float32", like=x)

@@ -87,9 +87,11 @@ class Fp8Weight(RecipeWeight):
         ranks: int = 0,
         products: Products = _ALL,
         fast: Products = FAST,
+        out: "Fp8Weight | None" = None,
     ) -> "Fp8Weight":
         """Casts a weight. It is kept where it is ``trained`` or a product of codes is not wanted;
-        ``ranks`` of an adapter get room for its blocks.
+        ``ranks`` of an adapter get room for its blocks. The codes are those of ``out``, a weight of
+        the same shape, where given: it loses its own.
         """
         outer, inner = weight.shape
         require(
@@ -98,7 +100,8 @@ class Fp8Weight(RecipeWeight):
         )
         blocks = Blocks.blank(weight.shape, ranks, weight.dtype, like=weight) if ranks else None
         kept = weight if trained or not (products.forward and products.dgrad) else None
-        forward, backward = _cast_weight(weight, slots.weight)
+        codes = None if out is None else (out.forward, out.backward)
+        forward, backward = _cast_weight(weight, slots.weight, codes)
         return cls((outer, inner), kept, slots, forward, backward, blocks, trained, products, fast)
 
     @property
@@ -127,6 +130,14 @@ class Fp8Weight(RecipeWeight):
         """Brings the codes up to date with a weight that has changed."""
         assert self.weight is not None, "a frozen weight does not change"
         _cast_weight(self.weight, self.slots.weight, (self.forward, self.backward))
+
+    def restore_(self, weight: Float[Array, "outer inner"], *, backward: bool) -> None:
+        """Writes the codes of one direction again, of the weight that was cast."""
+        out = self.backward if backward else self.forward
+        scaling: Any = "row" if self.slots.weight.state.scaling == "row" else "known"
+        fp8_cast(
+            weight, self.slots.weight, rows=not backward, turned=backward, scaling=scaling, out=out
+        )
 
 
 def _cast_weight(weight: Any, slot: Slot, out: tuple[Codes, Codes] | None = None) -> Any:

@@ -107,9 +107,11 @@ class Nvfp4Weight(RecipeWeight):
         ranks: int = 0,
         options: Nvfp4Options = _DEFAULT,
         products: Products = _ALL,
+        out: "Nvfp4Weight | None" = None,
     ) -> "Nvfp4Weight":
         """Casts a weight. It is kept where it is ``trained`` or a product of casts is not wanted;
-        ``ranks`` of an adapter get room for its blocks.
+        ``ranks`` of an adapter get room for its blocks. The casts are those of ``out``, a weight of
+        the same shape, where given: it loses its own.
 
         ``key`` is (seed, step) of random bits, beside the weight, which the caller changes from one
         backward to the next; ``tensor`` tells the weights of a model apart.
@@ -125,7 +127,8 @@ class Nvfp4Weight(RecipeWeight):
         )
         blocks = Blocks.blank(weight.shape, ranks, weight.dtype, like=weight) if ranks else None
         kept = weight if trained or not (products.forward and products.dgrad) else None
-        forward, backward = _cast_weight(weight, options)
+        casts = None if out is None else (out.forward, out.backward)
+        forward, backward = _cast_weight(weight, options, out=casts)
         draw = Draw(key, tensor)
         return cls(
             (outer, inner), kept, forward, backward, draw, options, blocks, trained, products
@@ -147,7 +150,11 @@ class Nvfp4Weight(RecipeWeight):
     def recast_(self) -> None:
         """Brings the casts up to date with a weight that has changed."""
         assert self.weight is not None, "a frozen weight does not change"
-        _cast_weight(self.weight, self.options, out=(self.forward, self.backward))
+        self.restore_(self.weight)
+
+    def restore_(self, weight: Float[Array, "outer inner"], *, backward: bool = False) -> None:
+        """Writes the casts of ``weight``, which serve both directions."""
+        _cast_weight(weight, self.options, out=(self.forward, self.backward))
 
 
 def _cast_weight(

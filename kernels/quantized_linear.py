@@ -98,6 +98,14 @@ class QuantizedWeight(RecipeWeight):
         shared.holder = self
         return matrix
 
+    def plain(self) -> Array:
+        """The weight alone, in the shared memory."""
+        shared, matrix = self.shared, self.shared.matrix
+        shared.forget()
+        out: Array = matrix.weight if isinstance(matrix, Widened) else matrix
+        decode_(self.pieces, out)
+        return out
+
 
 def stacked(pieces: tuple[Quantized, ...]) -> tuple[Piece, ...]:
     """Matrices, one below the other."""

@@ -36,6 +36,7 @@ from surogate.kernels.pair import Pair
 from surogate.kernels.quant.quantized import dequantize
 from surogate.kernels.quantized_linear import QuantizedWeight
 from surogate.kernels.rope import RopeTable
+from surogate.kernels.stored_linear import source_of
 from surogate.kernels.widened import Blocks
 from surogate.models import dense
 from surogate.models.blocks import Settings
@@ -97,7 +98,7 @@ def input_squares(
     squares = {
         field.path: zeros(leaf.shape[1:], F32, like=leaf.stored)
         for field, leaf in zip(tree.leaves(fields), tree.leaves(model), strict=True)
-        if isinstance(leaf, QuantizedWeight)
+        if source_of(leaf)
     }
     for batch in batches:
         watched = _watched(model, fields, squares, put(_counted(batch)))
@@ -111,7 +112,10 @@ def _watched(
 ) -> Model:
     def watch(field: Field, leaf: Any) -> Any:
         found = squares.get(field.path)
-        return leaf if found is None else Observed(leaf.shape, leaf, found, counted)
+        source = source_of(leaf)
+        if found is None or source is None:
+            return leaf
+        return Observed(leaf.shape, source, found, counted)
 
     watched: Model = tree.map(watch, fields, model)
     return watched
@@ -153,9 +157,10 @@ def error_adapter(
     adapter, shares = init_adapter(config, spec, seed, dtype), dict[str, float]()
     for index, (layer, pairs) in enumerate(zip(model.layers, adapter.layers, strict=True)):
         for name, matrix in MATRICES.items():
-            pair, weight = getattr(pairs, name), getattr(layer, matrix)
+            pair, weight = getattr(pairs, name), source_of(getattr(layer, matrix))
             if pair is None:
                 continue
+            assert weight is not None, "every adapted matrix is stored"
             field = getattr(layer_fields(config, index), matrix)
             whole, sizes = load(field), namespace(squares[field.path]).sqrt(squares[field.path])
             codes = {piece.start: piece.quantized for piece in weight.pieces}

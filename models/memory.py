@@ -141,11 +141,13 @@ def weight_arrays(walk: Walk) -> Iterator[int]:
     for matrices in zip(*walk.of, strict=True):
         if any(w.stored for w in matrices):  # what they are decoded to, one after another
             yield _wide(layout, matrices[0])
+        cast = next((w for w in matrices if w.stored and (w.fp8 or w.nvfp4)), None)
+        if cast is not None:  # and cast to
+            yield from _cast_arrays(layout, cast)
 
 
 def _matrix_arrays(layout: Layout, w: Matrix) -> Iterator[int]:
     """A matrix, with what its recipe and its adapter's blocks take."""
-    plain = layout.bytes((w.outer, w.inner))
     recipe = w.fp8 or w.nvfp4
     if recipe is None and w.stored is None:
         yield _wide(layout, w)
@@ -157,13 +159,18 @@ def _matrix_arrays(layout: Layout, w: Matrix) -> Iterator[int]:
         return
     assert recipe is not None
     if w.trained or not (recipe.scope.products.forward and recipe.scope.products.dgrad):
-        yield plain
+        yield layout.bytes((w.outer, w.inner))
+    yield from _cast_arrays(layout, w)
+
+
+def _cast_arrays(layout: Layout, w: Matrix) -> Iterator[int]:
     if w.fp8 is not None:  # both matrices of codes, and the scales of rows
         yield from 2 * [layout.bytes((w.outer, w.inner), BYTE)]
         scales = (w.outer, w.inner) if w.fp8.scaling == "row" else ()
         yield from (layout.bytes((n,), F32) for n in scales)
     if w.nvfp4 is not None:  # values, and those for the other product where they differ
-        yield from [plain] if w.nvfp4.options.square else [plain, plain]
+        values = layout.bytes((w.outer, w.inner))
+        yield from [values] if w.nvfp4.options.square else [values, values]
         yield layout.bytes((1,), F32)
 
 

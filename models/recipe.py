@@ -24,6 +24,7 @@ from surogate.kernels.nvfp4_linear import Nvfp4Options, Nvfp4Weight
 from surogate.kernels.nvfp4_matmul import emulated as nvfp4_emulated
 from surogate.kernels.quant.checkpoints import Scheme
 from surogate.kernels.quant.quantized import Quantized, quantize
+from surogate.kernels.stored_linear import StoredCast
 from surogate.models.config import ModelConfig
 from surogate.models.lora import MATRICES, LoraSpec
 from surogate.models.names import Field, layer_fields, layout
@@ -76,6 +77,10 @@ class Recipe:
         """
         return wide
 
+    def stores(self, path: str, leaf: Any) -> bool:
+        """Whether ``frozen``'s put keeps a leaf in codes that are decoded before each product."""
+        return False
+
     def trained(self, model: Model) -> Model:
         """The tree that the passes read of weights that are trained; it shares their memory."""
         return model
@@ -118,27 +123,52 @@ class Recipe:
         """After ``named``'s arrays were written to."""
 
 
-class CastRecipe(Recipe):
-    """A recipe whose weights are casts, brought up to date after each update."""
+PLAIN = Recipe()
 
-    def __init__(self, config: ModelConfig, scope: Scope, library: Any) -> None:
+
+class CastRecipe(Recipe):
+    """A recipe whose weights are casts, brought up to date after each update. Frozen ones may lie
+    in the codes of another recipe, ``storing``.
+    """
+
+    def __init__(self, config: ModelConfig, scope: Scope, library: Any, storing: Recipe) -> None:
         self._config, self._scope, self._library = config, scope, library
+        self._storing = storing
         self._paths = {path: i for i, path in enumerate(scope.paths(config))}
         self._weights: list[Any] = []  # that are trained
+        self._shared: dict[str, Any] = {}  # by field: casts that stored weights take turns in
 
-    def _weight(self, path: str, leaf: Array, *, trained: bool, ranks: int = 0) -> Any:
-        """The cast of the matrix at a path, with room for an adapter of so many ranks."""
+    def _weight(
+        self, path: str, leaf: Array, *, trained: bool, ranks: int = 0, out: Any = None
+    ) -> Any:
+        """The cast of the matrix at a path, with room for an adapter of so many ranks, or in the
+        memory of another.
+        """
         raise AssertionError("each recipe has its own")
 
     def frozen(self, put: Put, wide: Put, lora: LoraSpec) -> Put:
+        below = self._storing.frozen(put, wide, lora)
+
         def put_casts(path: str, array: Array) -> Any:
             if path not in self._paths:
-                return wide(path, array)
+                return below(path, array)
+            if self._storing.stores(path, array):
+                return self._stored(path, below(path, array))
             leaf = put(path, array)
             ranks = ranks_of(lora, self._config, path, leaf)
             return self._weight(path, leaf, trained=False, ranks=ranks)
 
         return put_casts
+
+    def _stored(self, path: str, source: Any) -> StoredCast:
+        """A cast of what the recipe below made, a QuantizedWeight."""
+        field = path.rsplit(".", 1)[-1]
+        cast = self._weight(path, source.plain(), trained=False, out=self._shared.get(field))
+        self._shared[field] = cast
+        return StoredCast.of(source, cast)
+
+    def begin(self) -> None:
+        self._storing.begin()
 
     def trained(self, model: Model) -> Model:
         def wrap(field: Field, leaf: Array) -> Any:
@@ -168,13 +198,20 @@ class Fp8Options(NamedTuple):
     algorithm: Any = "max"
     margin: int = 0
     fast: Products = FAST
+    storage: "Storage | Scheme | None" = None  # of frozen weights
 
 
 class Fp8Recipe(CastRecipe):
     """Weights and activations in E4M3, gradients in E5M2 (kernels/fp8_linear.py)."""
 
-    def __init__(self, config: ModelConfig, options: Fp8Options, library: Any = np) -> None:
-        super().__init__(config, options.scope, library)
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: Fp8Options,
+        library: Any = np,
+        storing: Recipe = PLAIN,
+    ) -> None:
+        super().__init__(config, options.scope, library, storing)
         self._options = options
         limits = [limit_of(form, options.margin) for form in (E4M3, E4M3, E5M2)]
         self.state = Fp8State(
@@ -191,17 +228,24 @@ class Fp8Recipe(CastRecipe):
         if fp8_emulated(device_of(self._library)):
             how = "emulated: this device has no FP8 products, so the same numbers take longer"
         which = f"{len(self._paths)} matrices ({scope.products_in_words()})"
-        return [f"fp8_hybrid: {which}, {scaling} scaling, {how}"]
+        return [*self._storing.facts(), f"fp8_hybrid: {which}, {scaling} scaling, {how}"]
 
     def _slots(self, path: str) -> Slots:
         first = 3 * self._paths[path]
         forms = (E4M3, E4M3, E5M2)
         return Slots(*(self.state.slot(first + i, form) for i, form in enumerate(forms)))
 
-    def _weight(self, path: str, leaf: Array, *, trained: bool, ranks: int = 0) -> Fp8Weight:
-        products, slots = self._options.scope.products, self._slots(path)
+    def _weight(
+        self, path: str, leaf: Array, *, trained: bool, ranks: int = 0, out: Any = None
+    ) -> Fp8Weight:
         return Fp8Weight.of(
-            leaf, slots, trained=trained, ranks=ranks, products=products, fast=self._options.fast
+            leaf,
+            self._slots(path),
+            trained=trained,
+            ranks=ranks,
+            products=self._options.scope.products,
+            fast=self._options.fast,
+            out=out,
         )
 
     @property
@@ -238,6 +282,7 @@ class Nvfp4Settings(NamedTuple):
     scope: Scope = Scope()
     options: Nvfp4Options = Nvfp4Options()
     seed: int = 0
+    storage: "Storage | Scheme | None" = None  # of frozen weights
 
 
 class Nvfp4Recipe(CastRecipe):
@@ -246,13 +291,19 @@ class Nvfp4Recipe(CastRecipe):
     ``key`` is the seed and the number of micro-batches so far, from which gradients' casts draw.
     """
 
-    def __init__(self, config: ModelConfig, settings: Nvfp4Settings, library: Any = np) -> None:
-        super().__init__(config, settings.scope, library)
+    def __init__(
+        self,
+        config: ModelConfig,
+        settings: Nvfp4Settings,
+        library: Any = np,
+        storing: Recipe = PLAIN,
+    ) -> None:
+        super().__init__(config, settings.scope, library, storing)
         self._settings = settings
         self._key = library.asarray(np.array([settings.seed & 0xFFFFFFFF, 0], np.uint32))
 
     def facts(self) -> list[str]:
-        scope, options, _ = self._settings
+        scope, options = self._settings.scope, self._settings.options
         how = "in NVFP4"
         if nvfp4_emulated(device_of(self._library)):
             how = (
@@ -266,9 +317,11 @@ class Nvfp4Recipe(CastRecipe):
             *(["stochastic rounding of gradients"] if options.stochastic else []),
             how,
         ]
-        return [f"nvfp4: {', '.join(parts)}"]
+        return [*self._storing.facts(), f"nvfp4: {', '.join(parts)}"]
 
-    def _weight(self, path: str, leaf: Array, *, trained: bool, ranks: int = 0) -> Nvfp4Weight:
+    def _weight(
+        self, path: str, leaf: Array, *, trained: bool, ranks: int = 0, out: Any = None
+    ) -> Nvfp4Weight:
         return Nvfp4Weight.of(
             leaf,
             self._key,
@@ -277,6 +330,7 @@ class Nvfp4Recipe(CastRecipe):
             ranks=ranks,
             options=self._settings.options,
             products=self._settings.scope.products,
+            out=out,
         )
 
     def draw_(self) -> None:
@@ -319,6 +373,8 @@ Precision = Fp8Options | Nvfp4Settings | Storage | Scheme  # Scheme: as the file
 
 def stored_as(precision: Precision | None, field: Field) -> Storage | Scheme | None:
     """How a matrix of a layer is stored, as far as the configuration tells; None: plainly."""
+    if isinstance(precision, Fp8Options | Nvfp4Settings):
+        precision = precision.storage
     if isinstance(precision, Scheme):
         modules = (piece.name.removesuffix(".weight") for piece in field.pieces)
         return None if any(map(precision.leaves, modules)) else precision

@@ -1,5 +1,6 @@
 """bf16 products of frozen weights that are stored in a narrow format: quantised as they are read
-(QLoRA, arXiv 2305.14314), or left in the codes of a checkpoint that is quantised already.
+(QLoRA, arXiv 2305.14314), or left in the codes of a checkpoint that is quantised already. Below
+another recipe (``CastRecipe``) they say how its frozen weights are kept.
 """
 
 from typing import Any
@@ -39,13 +40,16 @@ class StoredRecipe(Recipe):
             for kind, count in self._kinds.items()
         ]
 
+    def stores(self, path: str, leaf: Any) -> bool:
+        return path in self._paths and isinstance(leaf, Stack)
+
     def begin(self) -> None:
         for shared in self._shared.values():
             shared.forget()
 
     def frozen(self, put: Put, wide: Put, lora: LoraSpec) -> Put:
         def put_stored(path: str, leaf: Any) -> Any:
-            if path not in self._paths or not isinstance(leaf, Stack):
+            if not self.stores(path, leaf):
                 return wide(path, leaf)
             pieces = tuple(piece.map(lambda array: put(path, array)) for piece in leaf.pieces)
             kind = in_words(pieces[0])
@@ -79,12 +83,14 @@ class QuantizedRecipe(StoredRecipe):
         better = ", four over six" if four else ""
         return [f"base weights in {form}{blocks}{twice}{better}: {len(self._paths)} matrices"]
 
+    def stores(self, path: str, leaf: Any) -> bool:
+        return path in self._paths
+
     def frozen(self, put: Put, wide: Put, lora: LoraSpec) -> Put:
         def put_quantized(path: str, array: Array) -> Any:
-            field = self._paths.get(path)
-            if field is None:
+            if not self.stores(path, array):
                 return wide(path, array)
-            leaf = put(path, array)
+            field, leaf = self._paths[path], put(path, array)
             pieces = (field.view(leaf, piece) for piece in field.pieces)
             return self.stacked(path, tuple(map(self._storage.quantized, pieces)), lora, like=leaf)
 

@@ -33,6 +33,7 @@ from surogate.models.walk_recipes import (
     fp8_linear_fwd,
     nvfp4_linear_bwd,
     nvfp4_linear_fwd,
+    stored_cast,
 )
 
 Shape = tuple[int, ...]
@@ -129,7 +130,7 @@ class Matrix(NamedTuple):
     fp8: Fp8Options | None = None  # products of codes; an adapter's blocks lie apart then
     nvfp4: Nvfp4Settings | None = None
     trained: bool = False
-    stored: Storage | Scheme | None = None  # in codes; products are those of a plain one
+    stored: Storage | Scheme | None = None  # in codes, decoded before each product
 
     @property
     def room(self) -> int:
@@ -348,6 +349,8 @@ class Walk:
         residuals alone.
         """
         ledger, t = self.ledger, f"{at or y}.t"
+        if y is not None:
+            stored_cast(ledger, w, backward=False)
         if w.fp8 is not None:
             fp8_linear_fwd(self, w, w.fp8, y, at or str(y), keep)
             return
@@ -367,6 +370,7 @@ class Walk:
     def linear_bwd(self, w: Matrix, dx: str, *, room: bool = False, keep: bool = True) -> None:
         """``room``: the gradient that comes in has it. ``keep``: as it was forward."""
         ledger, tokens = self.ledger, self.tokens
+        stored_cast(ledger, w, backward=True)
         if w.nvfp4 is not None:
             nvfp4_linear_bwd(self, w, w.nvfp4, dx)
             return

@@ -14,6 +14,20 @@ if TYPE_CHECKING:
 BYTE = np.dtype(np.uint8)
 
 
+def stored_cast(ledger: "Ledger", w: "Matrix", *, backward: bool) -> None:
+    """What it takes to cast a weight that was decoded, beside the memory that such casts share."""
+    recipe = w.fp8 or w.nvfp4
+    if not w.stored or recipe is None:
+        return
+    products = recipe.scope.products
+    if not (products.dgrad if backward else products.forward):
+        return
+    if w.nvfp4:
+        ledger.scratch(1, dtype=F32)
+    elif backward and w.fp8 and w.fp8.scaling == "row":
+        ledger.scratch(w.inner, w.outer)
+
+
 def fp8_linear_fwd(
     walk: "Walk", w: "Matrix", fp8: Fp8Options, y: str | None, at: str, keep: bool
 ) -> None:

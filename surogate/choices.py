@@ -95,20 +95,13 @@ def check_quantized(config: Config, model: ModelConfig) -> None:
     for name in ("qlora_fp8", "qlora_fp4", "qlora_bnb"):
         if getattr(config, name):
             raise UserError(f"{what}, and stay so; set {name} = false, or use the bf16 model")
-    if config.recipe != "bf16":
-        raise UserError(
-            f"{what}, which are multiplied in bf16; set recipe = bf16 instead of {config.recipe}, "
-            "or use the bf16 model"
-        )
 
 
 def precision_of(config: Config, model: ModelConfig) -> Precision | None:
-    """How the layers' matrices are multiplied or stored; None: bf16 and bf16."""
+    """How the layers' matrices are multiplied and stored; None: bf16 and bf16."""
     stored = model.quantized or storage_of(config)
-    if stored is not None:
-        return stored
     if config.recipe == "bf16":
-        return None
+        return stored
     if config.recipe == "nvfp4":
         signs = SIGNS if config.fp4_hadamard else None
         options = Nvfp4Options(
@@ -117,7 +110,7 @@ def precision_of(config: Config, model: ModelConfig) -> Precision | None:
             signs,
             config.fp4_square_blocks,
         )
-        return Nvfp4Settings(scope_of(config), options, config.train_seed)
+        return Nvfp4Settings(scope_of(config), options, config.train_seed, stored)
     return Fp8Options(
         scope_of(config),
         config.fp8_scaling,
@@ -125,6 +118,7 @@ def precision_of(config: Config, model: ModelConfig) -> Precision | None:
         config.fp8_amax_algorithm,
         config.fp8_margin,
         Products(*(name in config.fp8_fast_sums for name in Products._fields)),
+        stored,
     )
 
 
@@ -142,21 +136,27 @@ def storage_of(config: Config) -> Storage | None:
 def recipe_of(config: Config, model: ModelConfig, library: Any) -> Recipe:
     """The recipe of a run, with its state on the device of ``library``."""
     precision = precision_of(config, model)
-    if precision is None:
-        return Recipe()
-    if isinstance(precision, Scheme):
-        return StoredRecipe(model, Scope())
-    if isinstance(precision, Storage):
-        return QuantizedRecipe(model, Scope(), precision)
+    if not isinstance(precision, Fp8Options | Nvfp4Settings):
+        return storing(precision, model)
     tokens = config.per_device_train_batch_size * config.sequence_len
     if tokens % MULTIPLE:
         raise UserError(
             f"recipe = {config.recipe}: needs micro-batches of a multiple of {MULTIPLE} tokens, "
             f"per_device_train_batch_size x sequence_len = {tokens}; change one of them"
         )
+    below = storing(precision.storage, model)
     if isinstance(precision, Nvfp4Settings):
-        return Nvfp4Recipe(model, precision, library)
-    return Fp8Recipe(model, precision, library)
+        return Nvfp4Recipe(model, precision, library, below)
+    return Fp8Recipe(model, precision, library, below)
+
+
+def storing(storage: Storage | Scheme | None, model: ModelConfig) -> Recipe:
+    """The recipe of weights in codes and bf16 products."""
+    if storage is None:
+        return Recipe()
+    if isinstance(storage, Scheme):
+        return StoredRecipe(model, Scope())
+    return QuantizedRecipe(model, Scope(), storage)
 
 
 def options_of(config: Config, kind: str, compute: np.dtype) -> StepOptions:

@@ -264,16 +264,10 @@ def _check_together(values: Mapping[str, Any], reading: Reading, *, need_data: b
 
 
 def _check_storage(values: Mapping[str, Any], reading: Reading) -> None:
-    """One format of stored weights, with the recipe that multiplies them."""
+    """One format of stored weights, and adapters that begin at what it loses."""
     stored = [name for name in ("qlora_fp8", "qlora_fp4", "qlora_bnb") if values.get(name)]
     if len(stored) > 1:
         raise UserError(f"{reading.file}: {' and '.join(stored)} exclude each other; set one")
-    recipe = values.get("recipe", "bf16")
-    if stored and values.get("lora", True) and recipe != "bf16":
-        raise UserError(
-            f"{reading.file}: {stored[0]} and recipe = {recipe} exclude each other: "
-            "stored weights are multiplied in bf16; set one of the two"
-        )
     if values.get("lora_init") == "error" and values.get("lora", True) and not stored:
         allowed = "default without qlora_fp8, qlora_fp4 or qlora_bnb: nothing is lost"
         raise wrong(reading.place("lora_init"), "error", allowed)

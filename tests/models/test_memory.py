@@ -140,10 +140,12 @@ def recipe_of(work: Work) -> Recipe:
         return Recipe()
     if isinstance(work.recipe, Storage):
         return QuantizedRecipe(work.config, Scope(), work.recipe)
+    stored = work.recipe.storage
+    storing = QuantizedRecipe(work.config, Scope(), stored) if stored else Recipe()
     if isinstance(work.recipe, Nvfp4Settings):
-        return Nvfp4Recipe(work.config, work.recipe)
+        return Nvfp4Recipe(work.config, work.recipe, storing=storing)
     assert isinstance(work.recipe, Fp8Options)
-    return Fp8Recipe(work.config, work.recipe)
+    return Fp8Recipe(work.config, work.recipe, storing=storing)
 
 
 def step_of(work: Work) -> TrainStep:
@@ -246,6 +248,21 @@ def test_a_micro_batch_of_a_recipe_is_exact(card, recipe, targets, recompute):
 @pytest.mark.parametrize("targets", [ALL, SOME])
 def test_a_micro_batch_of_stored_weights_is_exact(card, targets, recompute):
     check_micro_batch(card, work_of(TWO, targets, CARD, recompute, None, Storage("nf4", 64, True)))
+
+
+NF4 = Storage("nf4", 64, True)
+
+
+@pytest.mark.parametrize("recompute", POLICIES)
+@pytest.mark.parametrize("targets", [ALL, SOME])
+@pytest.mark.parametrize(
+    "recipe",
+    [Fp8Options(), Fp8Options(scaling="row"), FEW, Nvfp4Settings(), FEW4],
+    ids=["fp8", "fp8 by row", "fp8 in part", "nvfp4", "nvfp4 in part"],
+)
+def test_a_micro_batch_of_a_recipe_on_stored_weights_is_exact(card, recipe, targets, recompute):
+    work = work_of(TWO, targets, CARD, recompute, None, recipe._replace(storage=NF4))
+    check_micro_batch(card, work._replace(tokens=208, longest=104))
 
 
 def check_micro_batch(card: Tracker, work: Work) -> None:

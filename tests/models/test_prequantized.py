@@ -33,6 +33,7 @@ from surogate.models.names import named
 from surogate.models.recipe import Scope
 from surogate.models.stored_recipe import StoredRecipe
 from surogate.plan import predict
+from surogate.report import read_log
 from surogate.setup import load_sources
 from tests.models.quantized_files import KINDS, fine_grained, quantise
 from tests.oracle import same_bits, to_device
@@ -342,7 +343,6 @@ def test_a_truncated_file_is_refused(made, tmp_path):
     [
         ({"lora": False}, "weights are in fp8; set lora = true, or use the bf16 model"),
         ({"qlora_bnb": True}, "weights are in fp8, and stay so; set qlora_bnb = false"),
-        ({"recipe": "fp8_hybrid"}, "set recipe = bf16 instead of fp8_hybrid"),
     ],
 )
 def test_settings_that_do_not_go_with_it_are_refused(made, tmp_path, settings, message):
@@ -350,6 +350,15 @@ def test_settings_that_do_not_go_with_it_are_refused(made, tmp_path, settings, m
     for result in (invoke(config), CliRunner().invoke(main, ["plan", str(config)])):
         assert result.exit_code == 1 and result.output.count("error:") == 1
         assert message in result.output
+
+
+def test_a_recipe_multiplies_what_is_stored(made, tmp_path):
+    settings = LORA | {"recipe": "fp8_hybrid", "max_steps": 4, "learning_rate": 0.01}
+    result = invoke(write_config(made("modelopt", LEFT), output_dir=str(tmp_path), **settings))
+    assert result.exit_code == 0, result.output
+    assert "base weights in nvfp4" in result.output and "fp8_hybrid: 8 matrices" in result.output
+    losses = [r["loss"] for r in read_log(tmp_path / "log.jsonl") if r["log"] == "step"]
+    assert losses[-1] < losses[0]
 
 
 def test_unknown_methods_are_refused_with_the_file(made, tmp_path):

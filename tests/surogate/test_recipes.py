@@ -86,6 +86,31 @@ def test_trains_on_stored_weights(folder: Path, out: str, name: str) -> None:
     assert (Path(out) / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    "stored,recipe",
+    [("nf4", "fp8"), ("fp8", "fp8 by tensor"), ("fp4", "fp8 by row"), ("nf4 plain", "fp8 in part")],
+)
+def test_a_recipe_multiplies_stored_weights(
+    folder: Path, out: str, stored: str, recipe: str
+) -> None:
+    settings = STORED[stored] | RECIPES[recipe] | {"lora": True, "learning_rate": 0.01}
+    want, found = plain(folder, True), steps(train(folder, output_dir=out, **settings))
+    alone = settings | {"recipe": "bf16"}
+    assert found not in (want, steps(train(folder, output_dir=f"{out}-alone", **alone)))
+    assert np.abs(np.subtract(found, want)).max() < 0.04 * max(want)
+    assert found[-1] < found[0]
+
+
+def test_stored_weights_go_on_from_a_checkpoint_with_their_recipe(folder: Path, out: str) -> None:
+    settings = FP8 | STORED["nf4"] | {"lora": True, "save_steps": 3, "lora_init": "error"}
+    train(folder, output_dir=f"{out}-whole", **settings)
+    train(folder, output_dir=out, **settings)
+    shutil.rmtree(Path(out) / "step_00000006")
+    train(folder, output_dir=out, **settings)
+    file = "adapter_model.safetensors"
+    assert (Path(out) / file).read_bytes() == (Path(f"{out}-whole") / file).read_bytes()
+
+
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("name", ["fp8", "fp8 in part"])
 def test_goes_on_from_a_checkpoint_bit_for_bit(
@@ -127,7 +152,6 @@ def test_facts_say_what_is_computed_how(folder: Path, out: str) -> None:
 @pytest.mark.parametrize(
     "settings,message",
     [
-        ({"lora": True, "qlora_bnb": True, **FP8}, "qlora_bnb and recipe = fp8_hybrid exclude"),
         ({"lora": True, "qlora_bnb": True, "qlora_fp8": True}, "exclude each other; set one"),
         ({"sequence_len": 36, "per_device_train_batch_size": 1, **FP8}, "a multiple of 16 tokens"),
         ({"qlora_block_size": 100, "qlora_fp8": True, "lora": True}, "qlora_block_size"),

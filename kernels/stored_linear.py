@@ -1,0 +1,81 @@
+"""linear (see linear.py) of a weight that is stored in one narrow format and multiplied in another:
+QLoRA with the products of a recipe.
+
+Before each product the weight is decoded to the compute type (quantized_linear.py) and cast for
+that product's direction (fp8_linear.py, nvfp4_linear.py), into memory that weights of one shape
+share. The numbers are those of the recipe on the decoded weight.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from surogate.kernels.arrays import Array
+from surogate.kernels.fp8 import Cast
+from surogate.kernels.fp8_linear import Fp8Weight
+from surogate.kernels.linear import LinearInto, RecipeWeight
+from surogate.kernels.nvfp4_linear import Nvfp4Weight
+from surogate.kernels.pair import Pair
+from surogate.kernels.quantized_linear import QuantizedWeight
+from surogate.kernels.widened import Blocks
+
+
+@dataclass(frozen=True, eq=False)
+class StoredCast(RecipeWeight):
+    """A frozen weight in codes, ``source``, and the casts that it shares with others."""
+
+    shape: tuple[int, int]
+    source: QuantizedWeight
+    cast: Fp8Weight | Nvfp4Weight
+    blocks: Blocks | None
+
+    @classmethod
+    def of(cls, source: QuantizedWeight, cast: Fp8Weight | Nvfp4Weight) -> "StoredCast":
+        """``cast`` is that of ``source.plain()``, whose adapter is the source's."""
+        return cls(source.shape, source, replace(cast, blocks=source.blocks), source.blocks)
+
+    @property
+    def stored(self) -> Array:
+        return self.source.stored
+
+    @property
+    def nbytes(self) -> int:
+        """As it is stored."""
+        return self.source.nbytes
+
+    def input_cast(self, like: Any, *, keep_x: bool) -> Cast | None:
+        return self.cast.input_cast(like, keep_x=keep_x)
+
+    def gradient_cast(self, like: Any) -> Cast | None:
+        return self.cast.gradient_cast(like)
+
+    def ready(self, *, backward: bool) -> Fp8Weight | Nvfp4Weight:
+        """What a direction's product multiplies with, until another weight needs the memory."""
+        weight, products = self.source.plain(), self.cast.products
+        if products.dgrad if backward else products.forward:
+            self.cast.restore_(weight, backward=backward)
+        return self.cast
+
+
+def source_of(weight: Any) -> QuantizedWeight | None:
+    """The codes that a weight is stored in; None for others."""
+    if isinstance(weight, StoredCast):
+        return weight.source
+    return weight if isinstance(weight, QuantizedWeight) else None
+
+
+def _fwd(x: Array, weight: StoredCast, *arrays: Any, **settings: Any) -> tuple[Any, Any]:
+    y, res = weight.cast.linear.fwd(x, weight.ready(backward=False), *arrays, **settings)
+    return y, res._replace(weight=weight)
+
+
+def _bwd(res: Any, dy: Array, *, into: LinearInto, **options: Any) -> Any:
+    weight = res.weight.ready(backward=True)
+    return weight.linear.bwd(res._replace(weight=weight), dy, into=into, **options)
+
+
+def _residuals(x: Array, weight: StoredCast, *arrays: Any, **settings: Any) -> Any:
+    return weight.cast.residuals(x, weight.cast, *arrays, **settings)._replace(weight=weight)
+
+
+StoredCast.linear = Pair(_fwd, _bwd)
+StoredCast.residuals = staticmethod(_residuals)
