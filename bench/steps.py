@@ -78,7 +78,9 @@ def random_model(
                 part[...] = draw * np.float32(0.02)
         return put(field.path, out.reshape(field.shape))
 
-    return build(config, make)
+    model = build(config, make)
+    draws.free_all_blocks()
+    return model
 
 
 def batches(config: ModelConfig, row: Row) -> list[Batch]:

@@ -2,15 +2,16 @@
 // kernels/adamw.py.
 #include "adamw.cuh"
 
-// Eight elements of a tensor's arrays, whose moments are of type S.
-template <typename Wide, typename G, typename S> struct Group {
-    Pack<Wide, GROUP> p;
-    Pack<G, GROUP> g;
-    Pack<S, GROUP> m, v;
+// N elements of a tensor's arrays, whose moments are of type S.
+template <typename Wide, typename G, typename S, int N> struct Group {
+    Pack<Wide, N> p;
+    Pack<G, N> g;
+    Pack<S, N> m, v;
 };
 
-// Where a group is small, as with 16-bit moments, a thread loads the next one while it computes. Arguments:
-// step_of in adamw.cuh.
+// What is rounded at random goes by the eight elements that share random bits, else an access of float has them
+// all: its neighbours are then those of the next thread. Where a group is small, a thread loads the next one while
+// it computes. Arguments: step_of in adamw.cuh.
 template <typename P, typename G, typename S, bool MASTERED>
 __global__ void __launch_bounds__(LAUNCH_THREADS, 3)
     adamw_step(const int64_t* __restrict__ table, const int* __restrict__ chunk_tensor,
@@ -21,7 +22,9 @@ __global__ void __launch_bounds__(LAUNCH_THREADS, 3)
     Param<P, MASTERED> param(row[PARAM], row[MASTER]);
     G* grads = reinterpret_cast<G*>(row[GRAD]);
     S *first = reinterpret_cast<S*>(row[M]), *second = reinterpret_cast<S*>(row[V]);
-    Group<typename Param<P, MASTERED>::Wide, G, S> group;
+    using Wide = typename Param<P, MASTERED>::Wide;
+    constexpr int N = sizeof(Wide) == 4 && sizeof(S) == 4 ? WIDTH<float> : GROUP;
+    Group<Wide, G, S, N> group;
     constexpr bool AHEAD = sizeof(group) <= 80;
     bool decay = row[DECAY], apply = norm == nullptr || norm[2] != 0.0f;
     bool aligned = vector_aligned(row[PARAM] | row[GRAD] | row[M] | row[V] | row[MASTER]);
@@ -29,13 +32,13 @@ __global__ void __launch_bounds__(LAUNCH_THREADS, 3)
     int64_t first_element = row[FIRST_ELEMENT];
     Step s = step_of(scalars, norm, beta1, grow1, beta2, grow2, epsilon, weight_decay, cautious);
 
-    auto count_at = [&](int64_t i) { return work.end - i < GROUP ? int(work.end - i) : GROUP; };
-    int step = blockDim.x * GROUP;
-    int64_t i = work.begin + threadIdx.x * GROUP;
+    auto count_at = [&](int64_t i) { return work.end - i < N ? int(work.end - i) : N; };
+    int step = blockDim.x * N;
+    int64_t i = work.begin + threadIdx.x * N;
     auto load_group_at = [&](int64_t at) {
         if (at >= work.end) return;
         int count = count_at(at);
-        bool whole = aligned && count == GROUP;
+        bool whole = aligned && count == N;
         load(group.g, grads + at, count, whole);
         load(group.m, first + at, count, whole);
         load(group.v, second + at, count, whole);
@@ -44,12 +47,12 @@ __global__ void __launch_bounds__(LAUNCH_THREADS, 3)
     if (AHEAD && apply) load_group_at(i);
     for (; i < work.end; i += step) {
         int count = count_at(i);
-        bool whole = aligned && count == GROUP;
+        bool whole = aligned && count == N;
         if (apply) {
             if (!AHEAD) load_group_at(i);
-            float p[GROUP], g[GROUP], m[GROUP], v[GROUP];
+            float p[N], g[N], m[N], v[N];
 #pragma unroll
-            for (int j = 0; j < GROUP; ++j)
+            for (int j = 0; j < N; ++j)
                 p[j] = group.p.get(j), g[j] = group.g.get(j), m[j] = group.m.get(j), v[j] = group.v.get(j);
             if (AHEAD) load_group_at(i + step);
             adamw_group(p, m, v, g, decay, s);
@@ -58,6 +61,6 @@ __global__ void __launch_bounds__(LAUNCH_THREADS, 3)
             store(second + i, round_unbiased<S>(v, element, V_ROLE, draw), count, whole);
             param.store_at(i, p, count, whole, element, draw);
         }
-        if (zero_grad) clear(grads + i, count, whole);
+        if (zero_grad) clear<N>(grads + i, count, whole);
     }
 }

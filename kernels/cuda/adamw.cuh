@@ -1,4 +1,4 @@
-// What AdamW's kernels share: one step of eight elements, whatever their moments are kept in. Every product and
+// What AdamW's kernels share: one step of a few elements, whatever their moments are kept in. Every product and
 // sum is rounded on its own and no thread adds to another's, so the result is the host version's to the bit.
 // Formulas: kernels/adamw.py.
 #pragma once
@@ -25,14 +25,15 @@ __device__ __forceinline__ Step step_of(const float* scalars, const float* norm,
     return s;
 }
 
-// Where all eight moments are well inside the range of float, divisions and roots need no branches; where all
+// Where all moments are well inside the range of float, divisions and roots need no branches; where all
 // first moments are zero, as in rows of an embedding that no token has met, the quotients are those zeros.
-__device__ __forceinline__ void adamw_group(float (&p)[GROUP], float (&m)[GROUP], float (&v)[GROUP],
-                                            const float (&g)[GROUP], bool decay, const Step& s) {
+template <int N>
+__device__ __forceinline__ void adamw_group(float (&p)[N], float (&m)[N], float (&v)[N], const float (&g)[N], bool decay,
+                                            const Step& s) {
     constexpr float LEAST_M = 5.42101086e-20f, LEAST_V = 7.88860905e-31f, MOST = 1.84467441e19f;  // 2^-64, 2^-100, 2^64
-    float low_m = INFINITY, low_v = INFINITY, size_m = 0.0f, size_v = 0.0f, direction[GROUP];
+    float low_m = INFINITY, low_v = INFINITY, size_m = 0.0f, size_v = 0.0f, direction[N];
 #pragma unroll
-    for (int j = 0; j < GROUP; ++j) {
+    for (int j = 0; j < N; ++j) {
         float grad = exact_mul(g[j], s.grad_scale);
         m[j] = exact_add(exact_mul(s.beta1, m[j]), exact_mul(s.grow1, grad));
         v[j] = exact_add(exact_mul(s.beta2, v[j]), exact_mul(s.grow2, exact_mul(grad, grad)));
@@ -41,22 +42,22 @@ __device__ __forceinline__ void adamw_group(float (&p)[GROUP], float (&m)[GROUP]
     }
     if (s.usual && low_m >= LEAST_M && low_v >= LEAST_V && size_m <= MOST && size_v <= MOST) {
 #pragma unroll
-        for (int j = 0; j < GROUP; ++j)
+        for (int j = 0; j < N; ++j)
             direction[j] = exact_div(m[j], exact_add(exact_mul(exact_sqrt(v[j]), s.inverse_root2), s.epsilon));
     } else {
         bool none = s.usual && s.epsilon > 0.0f && size_m == 0.0f && size_v <= MOST && low_v >= 0.0f;
 #pragma unroll
-        for (int j = 0; j < GROUP; ++j) {
+        for (int j = 0; j < N; ++j) {
             direction[j] = m[j];
             if (!none) direction[j] /= exact_add(exact_mul(sqrtf(v[j]), s.inverse_root2), s.epsilon);
         }
     }
     if (decay) {
 #pragma unroll
-        for (int j = 0; j < GROUP; ++j)
+        for (int j = 0; j < N; ++j)
             if (!s.cautious || exact_mul(direction[j], p[j]) >= 0.0f)
                 p[j] = exact_add(p[j], -exact_mul(s.lr_decay, p[j]));
     }
 #pragma unroll
-    for (int j = 0; j < GROUP; ++j) p[j] = exact_add(p[j], -exact_mul(s.step_size, direction[j]));
+    for (int j = 0; j < N; ++j) p[j] = exact_add(p[j], -exact_mul(s.step_size, direction[j]));
 }

@@ -1,4 +1,4 @@
-// What every optimizer's kernel does with eight elements: loads and stores of any count, unbiased rounding, and
+// What every optimizer's kernel does with eight elements, or with N: loads and stores of any count, unbiased rounding, and
 // parameters with and without a float32 master. kernels/rounding.py has the roles.
 #pragma once
 #include "multi_tensor.cuh"
@@ -17,32 +17,32 @@ __device__ __forceinline__ Draw draw_of(const float* scalars, uint32_t tensor) {
     return {__float_as_uint(scalars[3]), __float_as_uint(scalars[4]), tensor};
 }
 
-template <typename T>
-__device__ __forceinline__ void load(Pack<T, GROUP>& x, const T* p, int count, bool whole) {
+template <typename T, int N>
+__device__ __forceinline__ void load(Pack<T, N>& x, const T* p, int count, bool whole) {
     if (whole) x.load(p);
     else x.template load_columns<false>(p, 0, count);
 }
-template <typename T>
-__device__ __forceinline__ void store(T* p, const Pack<T, GROUP>& x, int count, bool whole) {
+template <typename T, int N>
+__device__ __forceinline__ void store(T* p, const Pack<T, N>& x, int count, bool whole) {
     if (whole) x.store(p);
     else x.template store_columns<false>(p, 0, count);
 }
-template <typename T> __device__ __forceinline__ void clear(T* p, int count, bool whole) {
-    Pack<T, GROUP> none;
+template <int N = GROUP, typename T> __device__ __forceinline__ void clear(T* p, int count, bool whole) {
+    Pack<T, N> none;
     none.clear();
     store(p, none, count, whole);
 }
 
-// x rounded to T: bf16 at random, float as it is.
-template <typename T>
-__device__ __forceinline__ Pack<T, GROUP> round_unbiased(const float (&x)[GROUP], int64_t element, uint32_t role,
-                                                         const Draw& draw) {
+// x rounded to T: bf16 at random (then N is GROUP), float as it is.
+template <typename T, int N>
+__device__ __forceinline__ Pack<T, N> round_unbiased(const float (&x)[N], int64_t element, uint32_t role,
+                                                     const Draw& draw) {
     if constexpr (sizeof(T) == 2) {
         uint32_t words[4];
         random_words(words, element, draw.tensor, role, draw.seed, draw.step);
         return stochastic_round_group(x, words);
     } else {
-        Pack<T, GROUP> same;
+        Pack<T, N> same;
         same.set(x);
         return same;
     }
@@ -61,11 +61,12 @@ template <typename P, bool MASTERED> struct Param {
         : narrow(reinterpret_cast<P*>(param)), wide(reinterpret_cast<Wide*>(MASTERED ? master : param)) {}
 
     // Elements i and on; `element` is the number of the first in the whole tensor.
-    __device__ __forceinline__ void store_at(int64_t i, const float (&p)[GROUP], int count, bool whole, int64_t element,
+    template <int N>
+    __device__ __forceinline__ void store_at(int64_t i, const float (&p)[N], int count, bool whole, int64_t element,
                                              const Draw& draw) const {
         store(wide + i, round_unbiased<Wide>(p, element, PARAM_ROLE, draw), count, whole);
         if (MASTERED) {
-            Pack<P, GROUP> nearest;
+            Pack<P, N> nearest;
             nearest.set(p);
             store(narrow + i, nearest, count, whole);
         }
