@@ -2,9 +2,9 @@
 
 The algorithm is the fastest by measurement among those that cuBLASLt proposes (on an H200 its own
 first choice is up to 20 % slower than the best), provided that it gives the same bits twice. The
-last measurements keep the card at work, as training does: what is fastest on a cool card can be
-slower where power bounds the clock. The algorithm is kept on disk by card and library version, so
-that later runs use it too and repeat bit for bit.
+last measurements of a long product keep the card at work, as training does: what is fastest on a
+cool card can be slower where power bounds the clock. The algorithm is kept on disk by card and
+library version, so that later runs use it too and repeat bit for bit.
 
 Split sums are reduced in float32 or not at all: never in the type of the output, never in the order
 of arrival. Each stream has a workspace of its own, so that products of two streams cannot meet.
@@ -30,7 +30,8 @@ from surogate.kernels.nvrtc import cache_directory
 
 WORKSPACE_BYTES = 64 << 20  # more than the L2 cache of an H200, so that clearing it cools the cache
 CANDIDATES = 16  # algorithms asked of cuBLASLt
-BUSY_SECONDS, MOST_RUNS = 10e-3, 64  # of runs of a finalist, one after another
+LONG_SECONDS = 0.5e-3  # what products take that bring a card to its limit of power
+BUSY_SECONDS = 10e-3  # of runs of such a finalist, one after another
 COMPARED_BYTES = 64 << 20  # of a result, when two runs are compared
 
 FOUR_BITS = "float4_e2m1fn"
@@ -391,9 +392,9 @@ def _tune(plan: Plan, problem: Problem, call: Call, alpha: Any) -> tuple[Plan, f
     def busy(index: int) -> float | None:
         """On a card that has had work for a while: its clock then depends on what it draws."""
         seconds = once(index)
-        if seconds is None:
-            return None
-        return _time(plans[index], call, alpha, min(MOST_RUNS, 1 + int(BUSY_SECONDS / seconds)))
+        if seconds is None or seconds < LONG_SECONDS:
+            return seconds
+        return _time(plans[index], call, alpha, 1 + int(BUSY_SECONDS / seconds))
 
     try:
         for seconds, index in by_speed(len(plans), once, busy):

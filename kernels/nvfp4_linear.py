@@ -21,7 +21,7 @@ casts adds to it.
 Backward casts x again, by its transformed values: it needs x itself, and keeps nothing else of it.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxtyping import Float, Float32, UInt32
@@ -127,11 +127,8 @@ class Nvfp4Weight(RecipeWeight):
         )
         blocks = Blocks.blank(weight.shape, ranks, weight.dtype, like=weight) if ranks else None
         kept = weight if trained or not (products.forward and products.dgrad) else None
-        amax, first, second = nvfp4_amax(weight), None, None
-        if out is not None:
-            first, second = (replace(each, amax=amax) for each in (out.forward, out.backward))
-        forward = _cast_forward(weight, amax, options, first)
-        backward = _cast_backward(weight, forward, options, second)
+        casts = None if out is None else (out.forward, out.backward)
+        forward, backward = _cast_weight(weight, options, out=casts)
         draw = Draw(key, tensor)
         return cls(
             (outer, inner), kept, forward, backward, draw, options, blocks, trained, products
@@ -153,44 +150,30 @@ class Nvfp4Weight(RecipeWeight):
     def recast_(self) -> None:
         """Brings the casts up to date with a weight that has changed."""
         assert self.weight is not None, "a frozen weight does not change"
-        self.forward.amax[...] = nvfp4_amax(self.weight)
-        _cast_forward(self.weight, self.forward.amax, self.options, self.forward)
-        _cast_backward(self.weight, self.forward, self.options, self.backward)
+        self.restore_(self.weight)
 
-    def restore_(self, weight: Float[Array, "outer inner"], *, backward: bool) -> None:
-        """Writes the cast of one direction again, of the weight that was cast."""
-        if self.options.square or not backward:
-            _cast_forward(weight, self.forward.amax, self.options, self.forward)
-        if backward:
-            _cast_backward(weight, self.forward, self.options, self.backward)
+    def restore_(self, weight: Float[Array, "outer inner"], *, backward: bool = False) -> None:
+        """Writes the casts of ``weight``, which serve both directions."""
+        _cast_weight(weight, self.options, out=(self.forward, self.backward))
 
 
-def _cast_forward(weight: Any, amax: Any, options: Nvfp4Options, out: Nvfp4 | None) -> Nvfp4:
-    """The cast of W."""
-    return nvfp4_cast(
-        weight,
-        amax,
-        emulated=emulated_for(weight),
-        tall=options.square,
-        four_over_six=options.four_over_six,
-        out=out,
-    )
-
-
-def _cast_backward(
-    weight: Any, forward: Nvfp4, options: Nvfp4Options, out: Nvfp4 | None
-) -> Nvfp4:
-    """The cast of W^T, by the same amax: with square blocks that of W, transposed."""
+def _cast_weight(
+    weight: Any, options: Nvfp4Options, *, out: tuple[Nvfp4, Nvfp4] | None = None
+) -> tuple[Nvfp4, Nvfp4]:
+    """The casts of W and of W^T, which share an amax."""
+    first, second = out or (None, None)
+    amax = nvfp4_amax(weight)
+    if first is not None:
+        first.amax[...] = amax
+        amax = first.amax
+    settings: Any = {
+        "emulated": emulated_for(weight),
+        "four_over_six": options.four_over_six,
+    }
+    forward = nvfp4_cast(weight, amax, tall=options.square, out=first, **settings)
     if options.square:
-        return nvfp4_transpose(forward, out=out)
-    return nvfp4_cast_tokens(
-        weight,
-        forward.amax,
-        emulated=emulated_for(weight),
-        signs=None,
-        four_over_six=options.four_over_six,
-        out=out,
-    )
+        return forward, nvfp4_transpose(forward, out=second)
+    return forward, nvfp4_cast_tokens(weight, amax, signs=None, out=second, **settings)
 
 
 class Nvfp4LinearResiduals(NamedTuple):

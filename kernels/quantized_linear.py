@@ -30,7 +30,7 @@ class Shared:
     """Memory that one weight at a time is decoded to: a matrix, widened where it has an adapter."""
 
     def __init__(self, shape: tuple[int, int], ranks: int, dtype: Any, *, like: Any) -> None:
-        self.holder: Any = None  # the weight that lies here; its pieces, if without an adapter
+        self.holder: Any = None
         self.matrix: Any = (
             Widened.blank(shape, ranks, dtype, like=like)
             if ranks
@@ -101,10 +101,9 @@ class QuantizedWeight(RecipeWeight):
     def plain(self) -> Array:
         """The weight alone, in the shared memory."""
         shared, matrix = self.shared, self.shared.matrix
+        shared.forget()
         out: Array = matrix.weight if isinstance(matrix, Widened) else matrix
-        if shared.holder is not self.pieces:
-            decode_(self.pieces, out)
-            shared.holder = self.pieces
+        decode_(self.pieces, out)
         return out
 
 

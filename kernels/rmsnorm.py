@@ -71,14 +71,12 @@ class Tile:
 
 FORWARD = Tile(4, 64, 128, 1024)
 FROZEN_BACKWARD = Tile(4, 96, 128, 1024)  # dx alone
-# The first that has room for a row; a block fills a multiprocessor. On an H200, 16384 x 1024 takes
-# 37.6 us with two packs, 39.1 with four and 39.9 with one; with rows on their way to shared memory
-# ahead of time, 39.5 to 42.
-BACKWARD = Tile(2, 64, 1024, 512), Tile(4, 128, 512, 1024)
+# The first that has room for a row. On an H200, 16384 x 1024 takes 37.6 us with two packs, 39.1
+# with four and 39.9 with one; with rows on their way to shared memory ahead of time, 39.5 to 42.
+BACKWARD = Tile(2, 64, 256, 512), Tile(4, 128, 256, 1024)
 # Those of an H200, on every card: blocks of the backward hold shares of dweight, and their number
 # decides the order of its sum.
 MULTIPROCESSORS, REGISTERS = 132, 65536
-SUM_COLUMNS = 16  # of a block of sum_partials, as in the .cu file
 
 _TYPES = [("float", "float"), ("bf16", "bf16"), ("bf16", "float")]
 
@@ -276,7 +274,7 @@ def _sum_partials(
     SOURCE.launch(
         "sum_partials",
         (ctype(outs[0].dtype),),
-        (-(-columns // SUM_COLUMNS), len(sums)),
+        (-(-columns // 32), len(sums)),
         1024,
         [*outs, partial, *rows, columns, *map(bool, adds)],
     )

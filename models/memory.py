@@ -153,8 +153,6 @@ def _matrix_arrays(layout: Layout, w: Matrix) -> Iterator[int]:
         yield _wide(layout, w)
         return
     yield from (layout.bytes((w.extra, w.inner)), layout.bytes((w.outer, w.extra)))
-    if w.nvfp4 is not None:
-        yield layout.bytes((1,), F32)  # its amax
     if w.stored is not None:
         for rows in w.pieces:
             yield from (layout.bytes(*each) for each in _stored_arrays(w.stored, rows, w.inner))
@@ -173,6 +171,7 @@ def _cast_arrays(layout: Layout, w: Matrix) -> Iterator[int]:
     if w.nvfp4 is not None:  # values, and those for the other product where they differ
         values = layout.bytes((w.outer, w.inner))
         yield from [values] if w.nvfp4.options.square else [values, values]
+        yield layout.bytes((1,), F32)
 
 
 def _wide(layout: Layout, w: Matrix) -> int:

@@ -4,7 +4,7 @@ A recipe turns the weights of the layers' four matrices into what ``linear`` mul
 keeps what it has to remember from step to step (scales, histories, seeds) in arrays that go into
 checkpoints. ``Recipe`` itself is bf16: it changes nothing and remembers nothing.
 
-Embeddings, norms, the output head, attention and what ``Scope`` leaves out stay in the
+Embeddings, norms, the output head, attention and the what ``Scope`` leaves out stay in the
 compute type.
 """
 

@@ -16,7 +16,15 @@ BYTE = np.dtype(np.uint8)
 
 def stored_cast(ledger: "Ledger", w: "Matrix", *, backward: bool) -> None:
     """What it takes to cast a weight that was decoded, beside the memory that such casts share."""
-    if w.stored and w.fp8 and w.fp8.scaling == "row" and w.fp8.scope.products.dgrad:
+    recipe = w.fp8 or w.nvfp4
+    if not w.stored or recipe is None:
+        return
+    products = recipe.scope.products
+    if not (products.dgrad if backward else products.forward):
+        return
+    if w.nvfp4:
+        ledger.scratch(1, dtype=F32)
+    elif backward and w.fp8 and w.fp8.scaling == "row":
         ledger.scratch(w.inner, w.outer)
 
 

@@ -103,25 +103,6 @@ __device__ __forceinline__ uint32_t relaxed_load(uint32_t* address) {
     return word;
 }
 
-// Hardware barriers 0 to 15 among some warps of the block: `threads` count those that wait and those that only
-// arrive. Barrier 0 is that of __syncthreads.
-__device__ __forceinline__ void named_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
-}
-
-// Values that such a barrier, or a Barrier of hopper.cuh, hands from one warp to another.
-__device__ __forceinline__ void shared_put(int* p, int value) {
-    asm volatile("st.shared.s32 [%0], %1;" :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(p))), "r"(value) : "memory");
-}
-__device__ __forceinline__ int shared_get(const int* p) {
-    int value;
-    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(value) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(p))) : "memory");
-    return value;
-}
-
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -61,6 +61,25 @@ __device__ __forceinline__ void barrier_wait(Barrier* barrier, uint32_t parity) 
                  :: "r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 
+// Hardware barriers 1 to 15 among some warps of the block: `threads` count those that wait and those that only
+// arrive.
+__device__ __forceinline__ void named_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+// Values that a Barrier, not __syncthreads, hands from one warp to another.
+__device__ __forceinline__ void shared_put(int* p, int value) {
+    asm volatile("st.shared.s32 [%0], %1;" :: "r"(shared_address(p)), "r"(value) : "memory");
+}
+__device__ __forceinline__ int shared_get(const int* p) {
+    int value;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(value) : "r"(shared_address(p)) : "memory");
+    return value;
+}
+
 // Copies a box of a tensor [tokens, heads, columns] into a panel, and counts its bytes at the barrier. What lies
 // outside of the tensor becomes zeros. One thread.
 __device__ __forceinline__ void tma_load(void* panel, const TensorMap* map, Barrier* barrier, int column, int head,

@@ -8,7 +8,7 @@
 
 // Threads of a block at most (those of the longest row, 16384 columns, where a thread has four packs), and how
 // many such blocks the 65536 registers of a multiprocessor are for.
-template <typename T, int PACKS> constexpr int MOST = PACKS == 4 ? 16384 / (PACKS * WIDTH<T>) : 1024;
+template <typename T, int PACKS> constexpr int MOST = PACKS == 4 ? 16384 / (PACKS * WIDTH<T>) : 512;
 template <int MOST, int REGISTERS> constexpr int RESIDENT = MOST * REGISTERS > 65536 ? 1 : 65536 / (MOST * REGISTERS);
 
 // Sum over the `warps` warps of a row. All threads of the block call it together; a scratch may be used
@@ -20,17 +20,6 @@ __device__ __forceinline__ float row_sum(float value, float* scratch, int warps)
     if (lane == 0) scratch[warp] = value;
     __syncthreads();
     return warp_sum(lane < warps ? scratch[warp / warps * warps + lane] : 0.0f);
-}
-
-// row_sum among the `threads` threads of a row. `sharing` neighbouring rows wait for one another, and for no other
-// row: barriers 1 to 15 are theirs, for the first rows that are done come to __syncthreads, which is 0.
-__device__ __forceinline__ float lone_row_sum(float value, int* scratch, int threads, int sharing) {
-    value = warp_sum(value);
-    if (threads == 32) return value;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = threads / 32;
-    if (lane == 0) shared_put(scratch + warp, __float_as_int(value));
-    named_sync(1 + warp / (warps * sharing), threads * sharing);
-    return warp_sum(lane < warps ? __int_as_float(shared_get(scratch + warp / warps * warps + lane)) : 0.0f);
 }
 
 // y and, unless F is void, its codes, which take T to be bf16 and ALIGNED.
@@ -144,9 +133,9 @@ __global__ void __launch_bounds__(MOST<T, PACKS>, RESIDENT<MOST<T, PACKS>, REGIS
     }
 }
 
-// The threads of a row walk over rows and keep their share of dweight in registers. A block fills a multiprocessor, so
-// that few shares are left for sum_partials; its groups of threads wait for memory at different times: what one has
-// on its way fills the wait of another. A row's rstd is read a row ahead, for it would be the last to come.
+// A block walks over rows and keeps its share of dweight in registers; the blocks' shares are added by
+// sum_partials. Blocks wait for memory at different times: what one has on its way fills the wait of another. A row's
+// rstd is read a row ahead, for it would be the last to come.
 template <typename T, typename W, bool ALIGNED, int PACKS, int REGISTERS>
 __global__ void __launch_bounds__(MOST<T, PACKS>, RESIDENT<MOST<T, PACKS>, REGISTERS>)
     rmsnorm_bwd(T* __restrict__ dx,               // (tokens, hidden), dx_stride apart
@@ -158,7 +147,7 @@ __global__ void __launch_bounds__(MOST<T, PACKS>, RESIDENT<MOST<T, PACKS>, REGIS
                 const float* __restrict__ rstd,   // (tokens,)
                 int dx_stride, int dy_stride, int dresidual_stride, int tokens, int hidden, int threads, float offset) {
     constexpr int N = WIDTH<T>;
-    __shared__ int scratch[2][32];
+    __shared__ float scratch[2][32];
     DYNAMIC_SHARED(float, shares);  // (rows of the block, slots of a row, 4), when the block holds several rows
     int lane = threadIdx.x % threads, group = threadIdx.x / threads, groups = blockDim.x / threads;
     auto column_of = [&](int i) { return (i * threads + lane) * N; };
@@ -166,8 +155,8 @@ __global__ void __launch_bounds__(MOST<T, PACKS>, RESIDENT<MOST<T, PACKS>, REGIS
     float share[PACKS][N] = {};
     int64_t row = int64_t(blockIdx.x) * groups + group, stride = int64_t(gridDim.x) * groups;
     float next_r = rstd_of(row);
-    int turn = 0, sharing = groups < 16 ? 1 : 2;
-    for (int64_t first = row - group % sharing; first < tokens; first += stride, row += stride) {
+    int turn = 0;
+    for (int64_t first = row - group; first < tokens; first += stride, row += stride) {
         int columns = row < tokens ? hidden : 0;
         float r = next_r, dot = 0.0f;
         next_r = rstd_of(row + stride);
@@ -181,7 +170,7 @@ __global__ void __launch_bounds__(MOST<T, PACKS>, RESIDENT<MOST<T, PACKS>, REGIS
             scale[i].template load_columns<ALIGNED>(weight, column_of(i), hidden);
             for (int j = 0; j < N; ++j) dot += grad[i].get(j) * ((scale[i].get(j) + offset) * value[i].get(j));
         }
-        float mean = r * lone_row_sum(dot, scratch[turn], threads, sharing) / hidden;
+        float mean = r * row_sum(dot, scratch[turn], threads / 32) / hidden;
         turn ^= 1;
 #pragma unroll
         for (int i = 0; i < PACKS; ++i) {
@@ -228,41 +217,29 @@ __global__ void __launch_bounds__(MOST<T, PACKS>, RESIDENT<MOST<T, PACKS>, REGIS
     }
 }
 
-// Column sums of the blocks' shares, always in the same order. The rows of a second sum, where there is one
-// (gridDim.y is 2), follow those of the first. A thread has IN_FLIGHT rows on their way at once.
-constexpr int SUM_COLUMNS = 16;  // of a block, as in rmsnorm.py
-constexpr int IN_FLIGHT = 8;
+// Column sums of the blocks' shares, 32 columns a block of 32 warps, always in the same order. The rows of a
+// second sum, where there is one (gridDim.y is 2), follow those of the first.
 template <typename S>
 __global__ void __launch_bounds__(1024)
     sum_partials(S* __restrict__ out,                // (columns,)
                  S* __restrict__ second,             // (columns,), or null
                  const float* __restrict__ partial,  // (rows + second_rows, columns)
                  int rows, int second_rows, int columns, bool accumulate, bool accumulate_second) {
-    __shared__ float tile[32][SUM_COLUMNS + 1];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, step = blockDim.x / SUM_COLUMNS;
+    __shared__ float tile[32][33];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (blockIdx.y) {
         partial += int64_t(rows) * columns;
         out = second, rows = second_rows, accumulate = accumulate_second;
     }
-    int target = blockIdx.x * SUM_COLUMNS + warp;
-    bool writes = lane == 0 && warp < SUM_COLUMNS && target < columns;
-    float before = writes && accumulate ? to_float(out[target]) : 0.0f;
-    int column = blockIdx.x * SUM_COLUMNS + threadIdx.x % SUM_COLUMNS;
+    int column = blockIdx.x * 32 + lane;
     float sum = 0.0f;
-    for (int first = threadIdx.x / SUM_COLUMNS; first < rows; first += IN_FLIGHT * step) {
-        float part[IN_FLIGHT];
-#pragma unroll
-        for (int k = 0; k < IN_FLIGHT; ++k) {
-            int row = first + k * step;
-            part[k] = row < rows && column < columns ? partial[int64_t(row) * columns + column] : 0.0f;
-        }
-#pragma unroll
-        for (int k = 0; k < IN_FLIGHT; ++k) sum += part[k];
+    if (column < columns) {
+#pragma unroll 8
+        for (int row = warp; row < rows; row += 32) sum += partial[int64_t(row) * columns + column];
     }
-    for (int mask = SUM_COLUMNS; mask < 32; mask *= 2) sum += warp_shfl_xor(sum, mask);
-    if (lane < SUM_COLUMNS) tile[warp][lane] = sum;
+    tile[warp][lane] = sum;
     __syncthreads();
-    if (warp >= SUM_COLUMNS) return;
     sum = warp_sum(tile[lane][warp]);
-    if (writes) out[target] = from_float<S>(before + sum);
+    column = blockIdx.x * 32 + warp;
+    if (lane == 0 && column < columns) out[column] = from_float<S>(accumulate ? to_float(out[column]) + sum : sum);
 }

@@ -25,6 +25,17 @@ __device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, int byte
 __device__ __forceinline__ void barrier_wait(Barrier* barrier, uint32_t parity, EMULATOR_CALLER) {
     emulator_mbarrier_wait(barrier, parity, {file, line});
 }
+__device__ __forceinline__ void named_sync(int id, int threads, EMULATOR_CALLER) {
+    emulator_named_barrier(id, threads, true, {file, line});
+}
+__device__ __forceinline__ void named_arrive(int id, int threads, EMULATOR_CALLER) {
+    emulator_named_barrier(id, threads, false, {file, line});
+}
+
+// Not looked at for races: the emulator's clock knows barriers of the whole block only.
+EMULATOR_UNCHECKED inline void shared_put(int* p, int value) { *p = value; }
+EMULATOR_UNCHECKED inline int shared_get(const int* p) { return *p; }
+
 __device__ __forceinline__ void tma_load(void* panel, const TensorMap* map, Barrier* barrier, int column, int head,
                                          int token) {
     emulator_tma_load(panel, map, barrier, column, head, token);

@@ -303,7 +303,7 @@ void emulator_mbarrier_wait(void* barrier, uint32_t parity, Site site) { wait_un
 
 void emulator_named_barrier(int id, int threads, int wait, Site site) {
     fresh();
-    if (id < 0 || id > 15) emulator_fail("named barrier: %d is not 0 to 15", id);
+    if (id < 1 || id > 15) emulator_fail("named barrier: %d is not 1 to 15", id);
     GateOperand operand = {&hopper.named[id], threads, 0};
     arrive(GATE, &operand, site);
     if (wait) wait_until(gate_opened, operand.gate, operand.opened, site);

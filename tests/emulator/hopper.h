@@ -32,6 +32,7 @@ extern "C" {
 void emulator_mbarrier_init(void* barrier, int arrivals);
 void emulator_mbarrier_arrive(void* barrier, int bytes);
 void emulator_mbarrier_wait(void* barrier, uint32_t parity, emulator::Site site);
+void emulator_named_barrier(int id, int threads, int wait, emulator::Site site);
 void emulator_tma_load(void* panel, const emulator::TensorMap* map, void* barrier, int column, int head, int token);
 void emulator_bulk_load(void* shared, const void* global, int bytes, void* barrier);
 void emulator_wgmma_fence();

@@ -75,7 +75,6 @@ void emulator_mma(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, emulato
 
 void* emulator_dynamic_shared() __attribute__((const));
 void emulator_atomic(const void* address, int bytes);
-void emulator_named_barrier(int id, int threads, int wait, emulator::Site site);
 void emulator_fence();
 void emulator_copy_async(void* shared, const void* global, int valid, emulator::Site site);
 void emulator_copy_commit();

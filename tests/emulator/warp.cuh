@@ -24,17 +24,6 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
     emulator_mma(d, a, b0, b1, {file, line});
 }
 
-__device__ __forceinline__ void named_sync(int id, int threads, EMULATOR_CALLER) {
-    emulator_named_barrier(id, threads, true, {file, line});
-}
-__device__ __forceinline__ void named_arrive(int id, int threads, EMULATOR_CALLER) {
-    emulator_named_barrier(id, threads, false, {file, line});
-}
-
-// Not looked at for races: the emulator's clock knows barriers of the whole block only.
-EMULATOR_UNCHECKED inline void shared_put(int* p, int value) { *p = value; }
-EMULATOR_UNCHECKED inline int shared_get(const int* p) { return *p; }
-
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool valid = true, EMULATOR_CALLER) {
     emulator_copy_async(shared, global, valid, {file, line});
 }

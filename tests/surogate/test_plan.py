@@ -1,6 +1,7 @@
 """surogate plan: decisions shared with the run, what fits, where models are found, the output."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -317,7 +318,9 @@ def test_groups_on_a_card_are_within_5_percent(make, tmp_path, settings):
 @pytest.mark.gpu
 @ON_A_CARD
 def test_a_process_takes_what_is_planned_within_5_percent(make, tmp_path, settings):
-    """All that a run adds to what is taken of a card, with nothing else at work there."""
+    """All that a run adds to what is taken of a card, with nothing else at work there. It is the
+    second one: the first chooses implementations, which takes memory for those that lose.
+    """
     sizes, folder = from_hf(WIDE), tmp_path / "wide"
     write_model(init_model(sizes, 0, BF16), sizes, folder, dtype=BF16)
     write_tokenizer(folder)
@@ -334,9 +337,11 @@ def test_a_process_takes_what_is_planned_within_5_percent(make, tmp_path, settin
         **settings,
     )
     before = choose_device("cuda").used_memory()
-    run = start(tmp_path / "run.yaml")
-    _, errors = run.communicate()
-    assert run.returncode == 0, errors
+    for _ in range(2):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        run = start(tmp_path / "run.yaml")
+        _, errors = run.communicate()
+        assert run.returncode == 0, errors
     *_, last = (r for r in read_log(tmp_path / "out" / "log.jsonl") if r["log"] == "step")
     planned = predict(config, find_model(config)[0], "cuda").memory
     assert last["memory"] - before == pytest.approx(planned.total, rel=0.05)
