@@ -88,6 +88,17 @@ def adapted(spec: LoraSpec, field: Field) -> list[Part]:
     return parts
 
 
+def matches(config: ModelConfig, spec: LoraSpec) -> dict[str, int]:
+    """How many modules of each target there are in a model, in the order of TARGETS."""
+    modules = [
+        part.module.rsplit(".", 1)[1]
+        for index in range(config.layers)
+        for matrix in MATRICES.values()
+        for part in adapted(spec, getattr(layer_fields(config, index), matrix))
+    ]
+    return {target: modules.count(target) for target in TARGETS if target in spec.targets}
+
+
 def build_adapter(
     config: ModelConfig, spec: LoraSpec, make: Callable[[int, list[Part]], LoRA]
 ) -> Adapter:

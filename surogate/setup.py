@@ -32,7 +32,7 @@ from surogate.models.config import (
 from surogate.models.error_init import error_adapter, input_squares
 from surogate.models.hf import open_model, read_model
 from surogate.models.init import init_model
-from surogate.models.lora import LoraSpec, init_adapter
+from surogate.models.lora import LoraSpec, init_adapter, matches
 from surogate.models.prequantized import Stack
 from surogate.models.recipe import Recipe
 from surogate.models.tree import Adapter, Model
@@ -64,8 +64,18 @@ class Sources(NamedTuple):
             f"{self.model_config.architecture} {self.directory.name}: "
             f"{count(self.model_config):,} parameters, {trained:,} trained ({what}), "
             f"computed in {self.model.embed.dtype}",
+            *self._adapted(trained),
             *self.recipe.facts(),
         ]
+
+    def _adapted(self, trained: int) -> list[str]:
+        """What the targets of LoRA matched."""
+        if self.lora is None:
+            return []
+        found = matches(self.model_config, self.lora).items()
+        modules = ", ".join(f"{number} {target}" for target, number in found)
+        share = trained / (count(self.model_config) + trained)
+        return [f"adapters on {modules}: {share:.2%} of all parameters"]
 
     def fingerprints(self) -> dict[str, str]:
         """What a checkpoint takes for granted of these weights: their type, and those it leaves

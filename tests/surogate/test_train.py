@@ -446,6 +446,15 @@ def test_what_a_person_sees_first(folder):
     assert lines[-2].startswith("verified: loaded again, logits over 32 tokens differ by 0 of ")
 
 
+def test_what_the_targets_of_lora_matched_is_said(folder):
+    settings = {"lora": True, "lora_rank": 4, "lora_target_modules": ["v_proj", "q_proj"]}
+    result = invoke(write_config(folder, max_steps=1, **settings))
+    trained = 4 * 2 * ((32 + 64) + (32 + 32))  # rank, layers, in + out of q and of v
+    share = 100 * trained / (31968 + trained)
+    assert f"31,968 parameters, {trained:,} trained (LoRA rank 4)" in result.stdout
+    assert f"adapters on 2 q_proj, 2 v_proj: {share:.2f}% of all parameters" in result.stdout
+
+
 def test_operations_of_a_step_by_hand(folder):
     """Of 2 layers of width 32: each product is 2 operations a weight and token, three times."""
     config = surogate.load(folder / "model", device="cpu").config
