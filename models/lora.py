@@ -52,7 +52,7 @@ class LoraSpec:
         """A spec from target names; "all" (or PEFT's "all-linear") is every projection."""
         names = frozenset(names)
         everything = names & {"all", "all-linear"}
-        return cls(rank, alpha, frozenset(TARGETS) if everything else names)
+        return cls(rank, alpha, names - everything | (set(TARGETS) if everything else set()))
 
     @property
     def scale(self) -> float:

@@ -83,8 +83,12 @@ def predict(config: Config, model: ModelConfig, kind: Kind, free: int | None = N
         cudnn=kind == "cuda" and may_use_cudnn(model.head_dim),
     )
     evaluates = bool(config.validation_datasets) or config.validation_split_ratio > 0
-    memory = memory_of(work, graphs=options.graphs, evaluates=evaluates)
+    memory = _memory(work, graphs=options.graphs, evaluates=evaluates)
     return Plan(kind, work, parameter_counts(model, lora), memory, free)
+
+
+# Remedies lead to the same work by several ways.
+_memory = functools.lru_cache(maxsize=256)(memory_of)
 
 
 @functools.cache

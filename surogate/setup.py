@@ -223,7 +223,7 @@ def load_sources(
                 put=put,
             )
         else:
-            model = read_model(directory, model_config, device.compute, put=put)
+            model = read_model(directory, model_config, device.compute, put=Reading(put))
     adapter = None
     if lora is not None:
         adapter = device.put(init_adapter(model_config, lora, config.train_seed, device.compute))
@@ -334,17 +334,52 @@ def load_rows(config: Config, directory: Path, model_config: ModelConfig) -> Row
         )
 
 
+class Clock:
+    """Says when it is time for another line of progress."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._next = self._start + PROGRESS_SECONDS
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._start
+
+    def due(self) -> bool:
+        """True once every few seconds."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + PROGRESS_SECONDS
+        return True
+
+
 class Progress:
     """Prints how far tokenising has come, every few seconds."""
 
     def __init__(self) -> None:
-        self._next = time.monotonic() + PROGRESS_SECONDS
+        self._clock = Clock()
 
     def __call__(self, documents: int, tokens: int) -> None:
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + PROGRESS_SECONDS
+        if self._clock.due():
             print(f"tokenising: {documents:,} documents, {tokens:,} tokens", flush=True)
+
+
+class Reading:
+    """A ``put`` that prints how far the weights have come, every few seconds."""
+
+    def __init__(self, put: Callable[[str, Any], Any]) -> None:
+        self._clock, self._put, self._bytes = Clock(), put, 0
+
+    def __call__(self, path: str, leaf: Any) -> Any:
+        self._bytes += sum(x.nbytes for x in (leaf.pieces if isinstance(leaf, Stack) else [leaf]))
+        placed = self._put(path, leaf)
+        if self._clock.due():
+            done = self._bytes / 1e6
+            rate = done / self._clock.seconds
+            print(f"reading: {done:,.1f} MB of weights, {rate:,.1f} MB/s", flush=True)
+        return placed
 
 
 def _host(x: Any) -> np.ndarray:

@@ -26,6 +26,7 @@ from surogate.config import Config, config_to_dict
 from surogate.errors import UserError
 
 PATIENCE = 30.0  # seconds that the end of a run waits for a tracker
+OPENING = 90.0  # seconds that W&B tries to open a run, also while a process would end
 ROOM = 10_000  # entries that may wait for a tracker
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "aim": "aim"}
 
@@ -131,7 +132,8 @@ class _Thread(threading.Thread):
                 entry(tracker)
             tracker.close()
         except BaseException as error:  # foreign code, which may raise anything
-            self._fail(next(iter(str(error).strip().splitlines()), "") or type(error).__name__)
+            first = next(iter(str(error).strip().splitlines()), "").rstrip(".")
+            self._fail(first or type(error).__name__)
 
     def _fail(self, reason: str) -> None:
         self.fault = f"{self._what}: {reason}; nothing more is sent there, log.jsonl has everything"
@@ -187,7 +189,13 @@ class Wandb:
             id=kept.text,
             resume="allow" if kept.text else None,
             mode=config.wandb_mode,
-            settings=wandb.Settings(console="off"),
+            settings=wandb.Settings(
+                console="off",
+                init_timeout=OPENING,
+                # Otherwise the process waits at its end until a server that is away is back.
+                finish_timeout=0.8 * PATIENCE,
+                finish_timeout_raises=True,
+            ),
         )
         kept.write(self._run.id)
         self._run.define_metric("step")

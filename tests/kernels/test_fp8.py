@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from surogate.kernels.arrays import BF16
+from surogate.kernels.arrays import BF16, aligned
 from surogate.kernels.fp8 import E4M3, E5M2, Cast, Codes, Form, Fp8State, Slot, fp8_cast, limit_of
 from surogate.kernels.fp8_matmul import fp8_matmul
 from tests.oracle import close, normal, same_bits, to_device, to_host
@@ -90,6 +90,17 @@ def test_scales_of_the_moment(scaling: Any, device: str) -> None:
     same_bits(got.rows, codes_of(x, scale[:, None] if scaling == "row" else scale[0], E4M3))
     again = fp8_cast(to_device((x / 2).astype(BF16), device), slot)
     same_bits(again.inverse, np.where(amax > 0, got_half(scale), np.float32(1)))
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "tensor", "row"])
+def test_scales_of_any_tensor_lie_where_products_take_them(scaling: Any, device: str) -> None:
+    """At a multiple of 16 bytes: one scale, or one a row."""
+    state = state_of(E4M3, E5M2, E4M3, device=device, scaling=scaling)
+    x = to_device(normal("bfloat16", (48, 80)), device)
+    for index, form in enumerate((E4M3, E5M2, E4M3)):
+        got = fp8_cast(x, state.slot(index, form))
+        assert aligned(got.inverse) and got.inverse.shape == (48 if scaling == "row" else 1,)
+        assert aligned(got.rows) and got.rows.shape == (48, 80)
 
 
 def got_half(scale: np.ndarray) -> np.ndarray:

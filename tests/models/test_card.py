@@ -18,7 +18,7 @@ from surogate.models.lora import LoraSpec, init_adapter
 from surogate.models.names import named
 from surogate.models.registry import lookup
 from surogate.optim.adamw import AdamWConfig
-from surogate.step import StepOptions, TrainStep
+from surogate.step import Feed, StepOptions, TrainStep
 from tests.oracle import same_bits, to_host
 
 pytestmark = pytest.mark.gpu
@@ -31,9 +31,9 @@ def four_layers(name: str) -> ModelConfig:
     return dataclasses.replace(config, layers=4, vocab=4096, windows=config.windows[:4])
 
 
-def tokens_of(config: ModelConfig, seed: int = 0) -> Batch:
+def tokens_of(config: ModelConfig, seed: int = 0, lengths: list[int] = LENGTHS) -> Batch:
     rng = np.random.default_rng(seed)
-    return batch_of(rng.integers(0, config.vocab, sum(LENGTHS), dtype=np.int32), LENGTHS)
+    return batch_of(rng.integers(0, config.vocab, sum(lengths), dtype=np.int32), lengths)
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3.2-1b", "qwen2.5-0.5b"])
@@ -98,3 +98,39 @@ def test_graphs_eager_recomputation_and_repetition_give_the_same_bits(lora):
             assert again == losses, (graphs, recompute)
             for a, b in zip(weights, other, strict=True):
                 same_bits(a, b)
+
+
+# Documents of 512 tokens: one that fills the row has a graph of its own; others change in number
+# and in length, and some are shorter than a tile.
+LAYOUTS = [LENGTHS, [512], [1] * 12 + [500], [256, 256], [129, 383]]
+
+
+def changing(device: Device, config: ModelConfig, *, graphs: bool) -> Any:
+    """Ten steps of two micro-batches whose documents change, with evaluations between; then one of
+    more micro-batches than the host may run ahead, none of which is waited for.
+    """
+    options = StepOptions(512, "none", None, BF16, 1.0, graphs)
+    model = device.put(init_model(config, 0, BF16))
+    step = TrainStep(device, model, None, Settings(config), AdamWConfig(), options)
+    pending, scores = [], []
+    for number in range(11):
+        for part in range(2 if number < 10 else 3 * Feed.AHEAD):
+            lengths = LAYOUTS[(2 * number + part) % len(LAYOUTS)]
+            step.micro(tokens_of(config, 100 * number + part, lengths))
+        pending.append(step.update(1e-3))
+        if number % 3 == 0:
+            scores.append(step.logprobs(tokens_of(config, number, LAYOUTS[-1])))
+    return [p.result() for p in pending], scores, list(map(to_host, tree.leaves(step.trainable)))
+
+
+def test_graphs_see_the_documents_of_each_micro_batch():
+    import cupy
+
+    device, config = choose_device("cuda"), four_layers("qwen3-0.6b")
+    with cupy.cuda.Stream(non_blocking=True):
+        eager, recorded = (changing(device, config, graphs=graphs) for graphs in (False, True))
+    results, scores, weights = recorded
+    assert results == eager[0] and all(result.applied for result in results)
+    assert len({result.nll for result in results}) == len(results)
+    for a, b in zip([*scores, *weights], [*eager[1], *eager[2]], strict=True):
+        same_bits(a, b)

@@ -2,6 +2,8 @@
 backwards.
 """
 
+import dataclasses
+
 import numpy as np
 import peft
 import pytest
@@ -11,12 +13,14 @@ import surogate
 from surogate.api import LoadedModel
 from surogate.kernels import tree
 from surogate.kernels.arrays import FROZEN
-from surogate.kernels.batch import IGNORED
+from surogate.kernels.batch import IGNORED, batch_of
 from surogate.models import dense
 from surogate.models.blocks import Context, Settings, attention_block_bwd, attention_block_fwd
+from surogate.models.config import RopeConfig
 from surogate.models.flops import training_flops
 from surogate.models.lora import init_adapter
 from surogate.models.names import named
+from surogate.models.registry import hf_config
 from tests.models.tiny import FAMILIES, both, documents, reference_loss
 from tests.oracle import same_bits
 
@@ -55,6 +59,46 @@ def test_logits_equal_transformers(family, tmp_path):
     with torch.no_grad():
         want = reference(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].numpy()
     assert relative(surogate.logits(model, [tokens]), want) <= 1e-5
+
+
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
+
+
+@pytest.mark.parametrize(
+    "name,changes",
+    [
+        ("Llama-3.2-1B", {}),
+        ("Llama-3.1-8B", {}),
+        ("Qwen3-8B", dict(rope_scaling=YARN, max_position_embeddings=131072)),
+    ],
+)
+def test_logits_beyond_the_trained_length_equal_transformers(name, changes, tmp_path, monkeypatch):
+    """A document whose tokens lie at the begin, about the trained length, and at the very end."""
+    raw = hf_config(name) | changes
+    kept = ("model_type", "head_dim", "max_position_embeddings", "rope_theta", "rope_scaling")
+    monkeypatch.setitem(FAMILIES, name, {key: raw[key] for key in kept})
+    reference, model = both(name, tmp_path)
+    trained, last = model.config.rope.original_max_positions, model.config.max_positions
+    starts = (0, trained - 10, last - 20)
+    positions = np.concatenate([np.arange(20, dtype=np.int32) + start for start in starts])
+    (tokens,) = documents(60)
+    with torch.no_grad():
+        want = reference(
+            input_ids=torch.tensor([tokens]),
+            position_ids=torch.tensor(positions[None]).long(),
+            attention_mask=torch.ones(1, 60, dtype=torch.long),  # one document all the same
+            use_cache=False,
+        ).logits[0]
+
+    def difference(rope: RopeConfig) -> float:
+        config = dataclasses.replace(model.config, rope=rope)
+        table = dense.rotary_table(config, last)
+        batch = batch_of(np.array(tokens, np.int32))._replace(positions=positions)
+        got = dense.logits(model.params, None, batch, table=table, settings=model.settings)
+        return relative(got, want.numpy())
+
+    assert difference(model.config.rope) <= 1e-5
+    assert difference(RopeConfig("default", model.config.rope.base)) > 0.1
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_window", "llama"])

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from surogate.models.lora import (
     LoraSpec,
     adapter_from_named,
     init_adapter,
+    matches,
     named_adapter,
 )
 from surogate.models.names import named
 from surogate.models.tree import Adapter
 from tests.models.merged import merged_model
-from tests.models.test_config import tiny
+from tests.models.test_config import hf_config, tiny
 
 # A checkout has a folder called kernels: transformers must not take it for the package kernels.
 sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
@@ -225,6 +227,9 @@ def test_init_is_pefts_and_independent_of_targets() -> None:
     "rank,targets,message",
     [
         (4, ["q_porj"], "LoRA target 'q_porj' does not exist, did you mean q_proj?"),
+        (4, ["q_proj", "in_proj"], "LoRA target 'in_proj' does not exist"),  # of Mamba, GDN
+        (4, ["all", "experts"], "LoRA target 'experts' does not exist"),
+        (4, [r"^model\.layers\..*q_proj$"], "LoRA target '.*' does not exist"),  # a pattern
         (4, [], "LoRA needs targets"),
         (0, ["all"], "LoRA rank must be at least 1, got 0"),
     ],
@@ -232,6 +237,22 @@ def test_init_is_pefts_and_independent_of_targets() -> None:
 def test_spec_refuses(rank: int, targets: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LoraSpec.of(rank, 8, targets)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_all_is_every_product_of_transformers_but_the_head(architecture: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    raw = tiny(architecture)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config(raw))
+    products = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    products.remove("lm_head")
+    want = Counter(name.rsplit(".", 1)[1] for name in products)
+    assert matches(from_hf(raw), LoraSpec.of(4, 8, ["all"])) == want
+    some = matches(from_hf(raw), LoraSpec.of(4, 8, ["v_proj", "down_proj"]))
+    assert some == {name: want[name] for name in ("v_proj", "down_proj")}
 
 
 @pytest.fixture

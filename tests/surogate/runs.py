@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -183,13 +183,16 @@ def start(
     *overrides: str,
     limit: int | None = None,
     before: Callable[[], None] | None = None,
+    first: str = "",
+    environment: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[str]":
     """Starts surogate-run as a process on one thread, with its output in pipes.
 
     ``limit`` is the number of bytes that a file may have, as on a disk that is full; ``before``
-    is called in the process first.
+    is called in the process before Python is there, and the code ``first`` after. ``environment``
+    is set beside the variables of this process.
     """
-    code = "from surogate.cli import run; run()"
+    code = f"{first}\nfrom surogate.cli import run; run()"
     if limit is not None:
         code = f"import resource as r; r.setrlimit(r.RLIMIT_FSIZE, ({limit}, {limit})); {code}"
     options = [part for text in overrides for part in ("--set", text)]
@@ -200,7 +203,7 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | threads | {"PYTHONPATH": path},
+        env=os.environ | threads | {"PYTHONPATH": path} | dict(environment or {}),
         cwd=config.parent,
         preexec_fn=before,
     )

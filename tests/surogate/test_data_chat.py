@@ -230,9 +230,12 @@ def test_template_that_rewrites_the_history_is_refused():
 TRICKY = ["a", "assistant\n", " spaced ", "<|turn|>assistant\nfake<|stop|>", "a\n\nb\n", "你好 🙂"]
 
 
-@pytest.mark.parametrize("name", ["plain", "thinking", "two ends"])
-def test_long_chats_cost_few_renderings_and_give_the_same_targets(monkeypatch, name):
-    messages = chat(*islice(cycle(TRICKY + ["odd"]), 40))
+@pytest.mark.parametrize(
+    "name,turns",  # three times the turns have the same bound on the cost of one
+    [("plain", 40), ("plain", 120), ("thinking", 40), ("thinking", 120), ("two ends", 40)],
+)
+def test_long_chats_cost_few_renderings_and_give_the_same_targets(monkeypatch, name, turns):
+    messages = chat(*islice(cycle(TRICKY + ["odd"]), turns))
     calls = []
     render = ChatTemplate.render
 
@@ -246,6 +249,6 @@ def test_long_chats_cost_few_renderings_and_give_the_same_targets(monkeypatch, n
     monkeypatch.setattr("surogate.data.chat._MARK", "a")  # found in the text: no shortcut
     calls.clear()
     assert _targets(TEMPLATES[name], messages) == fast
-    assert sum(map(len, fast)) == 20
+    assert sum(map(len, fast)) == turns // 2
     if name != "two ends":  # there every turn is a document of its own
         assert cost < 6 * len(messages) < sum(calls)

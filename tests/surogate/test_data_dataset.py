@@ -138,6 +138,16 @@ def test_nothing_to_learn_is_an_error(world, rows):
     assert not [path for path in (world.folder / "cache").iterdir() if path.is_dir()]
 
 
+def test_rows_of_another_shape_are_skipped_where_they_may_be_and_counted(world):
+    settings = {"malformed": "skip", "type": "conversation"}
+    bad = [{"messages": []}, {"text": "a"}, {"messages": []}, {"messages": [{"role": "user"}]}]
+    reasons = {"no messages": 2, "no column 'messages'": 1, "a malformed message": 1}
+    report = world.prepare([*CHATS, *bad], dataset=settings).report
+    assert report.documents == 20 and report.shares[0].skipped == reasons
+    with pytest.raises(UserError, match="rows.jsonl: every row was skipped: 2 x no messages, 1 x "):
+        world.prepare(bad, dataset=settings)
+
+
 def test_faults_leave_nothing_behind_and_name_the_row(world):
     with pytest.raises(UserError, match="rows.jsonl row 21: column 'messages' has no messages"):
         world.prepare([*CHATS, {"messages": []}])
@@ -184,6 +194,8 @@ def test_edited_row_tokenizer_and_template_make_other_rows(world):
     model_folder(world.model, PLAIN_CHAT.replace("<|turn|>", "## "))
     assert not world.prepare(CHATS).reused
     model_folder(world.model, PLAIN_CHAT, eos="<|stop|>")
+    assert not world.prepare(CHATS).reused
+    model_folder(world.model, PLAIN_CHAT, trim_offsets=True)  # tokenizer.json alone
     assert not world.prepare(CHATS).reused
     model_folder(world.model, PLAIN_CHAT)
     assert world.prepare(CHATS).reused

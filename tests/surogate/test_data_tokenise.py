@@ -1,6 +1,7 @@
 """Labels by offsets, special ids by the model's files, faults by row, the same from any worker."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from surogate.data.sources import Row
 from surogate.data.tokenise import Encoder, batches, tokenise
 from surogate.data.vocabulary import load_tokenizer
 from surogate.errors import UserError
-from tests.surogate.inputs.tiny import ENDLESS_CHAT, PLAIN_CHAT, chat, model_folder
+from tests.surogate.inputs.tiny import ENDLESS_CHAT, PLAIN_CHAT, WORDS, chat, model_folder
 
 CONFIG = DatasetConfig(path="f.jsonl", type="auto")
 
@@ -182,6 +183,30 @@ def test_batches_are_bounded_by_rows_and_by_text():
     assert [len(batch) for batch in batches(short)] == [512, 512, 276]
     long = [(i, Row("f", i, {"messages": [{"content": "x" * 600_000}]})) for i in range(5)]
     assert [len(batch) for batch in batches(long)] == [2, 2, 1]
+    lengths = range(0, 100_000, 100)  # sorted: no batch has all the long ones
+    growing = [(i, Row("f", i, {"text": "x" * length})) for i, length in enumerate(lengths)]
+    found = list(batches(growing))
+    assert [item for batch in found for item in batch] == growing
+    sizes = [sum(len(row.data["text"]) for _, row in batch) for batch in found]
+    assert max(sizes) < (1 << 20) + lengths[-1] and min(sizes[1:-1]) >= 1 << 20
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_the_last_of_sorted_rows_are_tokenised_as_fast_as_the_first(tmp_path, threads):
+    """Tokens a second of CPU time: chats of 2 turns at the begin, of 80 at the end."""
+    turns = sorted(2 * (1 + i % 40) for i in range(400))
+    data = [{"messages": chat(*[" ".join(WORDS)] * count)} for count in turns]
+    rows = [(i, Row("f.jsonl", i + 1, value)) for i, value in enumerate(data)]
+    layout, vocabulary = layout_of(CONFIG, rows[0][1]), load_tokenizer(model_folder(tmp_path))
+    encoder = Encoder(vocabulary, vocab_size=400, loss_scale="default", threads=threads)
+
+    def rate(tenth):
+        begin = time.process_time()
+        chunk = encoder.encode(layout, rows[40 * tenth :][:40])
+        return len(chunk.tokens) / (time.process_time() - begin)
+
+    rate(0)  # opens what is opened once
+    assert rate(9) >= 0.7 * rate(0)
 
 
 def _jobs(count, broken=None):

@@ -45,16 +45,24 @@ TINY = hf_config("Qwen3-0.6B") | dict(
 )
 
 
+FOUR_LAYERS = hf_config("Qwen3-8B") | dict(num_hidden_layers=4)  # an 8B model's widths
+
+
 @pytest.fixture
 def make(tmp_path):
-    """Reads a configuration of these settings; without a model, of a tiny one without weights."""
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(TINY))
+    """Reads a configuration of these settings; without a model, of a tiny one without weights.
+
+    The model "four layers" is Qwen3-8B with as many: a plan of all 36 takes nine times as long.
+    """
+    for name, settings in {"tiny": TINY, "four layers": FOUR_LAYERS}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(settings))
 
     def build(**settings: Any) -> Config:
-        path = tmp_path / "run.yaml"
-        path.write_text(json.dumps(dict(model=str(folder), sequence_len=64) | settings))
+        path, model = tmp_path / "run.yaml", settings.get("model", "tiny")
+        if (tmp_path / model).is_dir():
+            settings["model"] = str(tmp_path / model)
+        path.write_text(json.dumps(dict(sequence_len=64) | settings))
         return load_config(path, need_data=False)
 
     return build
@@ -111,7 +119,7 @@ def test_evaluation_is_counted_where_there_is_some(make):
 
 
 def test_cheapest_policy_is_the_fastest_that_fits(make):
-    config = make(model="Qwen/Qwen3-8B", sequence_len=2048)
+    config = make(model="four layers", sequence_len=2048, per_device_train_batch_size=16)
     model, _ = find_model(config)
     totals = {}
     for policy in plans.POLICIES:
@@ -159,9 +167,9 @@ def test_cudnn_is_counted_where_it_may_run(monkeypatch, there, takes, may):
     assert plans.may_use_cudnn.__wrapped__(128) is may
 
 
-def of_8b(make, **settings: Any) -> Config:
+def of_8b(make, *, model: str = "Qwen3-8B", **settings: Any) -> Config:
     return make(
-        model="Qwen3-8B",
+        model=model,
         lora=False,
         sequence_len=2048,
         per_device_train_batch_size=8,
@@ -201,7 +209,7 @@ def test_remedies_together(make):
 
 
 def test_fixed_chunks_of_the_head_are_a_remedy(make):
-    config = of_8b(make, lmhead_chunks=1)
+    config = of_8b(make, model="four layers", lmhead_chunks=1)
     model, _ = find_model(config)
     found = remedies(config, model, predict(config, model, "cuda", GIB))
     assert "auto_lmhead_chunks = true" in [remedy.text for remedy in found]
@@ -258,8 +266,14 @@ def test_what_fits_says_what_is_faster(make, monkeypatch, capsys):
 
 def test_what_does_not_fit_says_so(make, monkeypatch, capsys):
     monkeypatch.setattr(plans, "place_of", lambda config: Place("cuda", "a small card", GIB))
-    text = show(make(model="Qwen3-8B"), capsys)
+    config = make(model="four layers")
+    text = show(config, capsys)
     assert "does not fit" in text and "none of it is enough" in text
+    model, _ = find_model(config)
+    plan = predict(config, model, "cuda", GIB)
+    found = [f"{in_words(r.plan.memory.total)} {r.text}" for r in remedies(config, model, plan)]
+    told = " ".join(text.partition("What takes less:")[2].split())  # long ones take two lines
+    assert len(found) >= 3 and told.startswith(" ".join(found))
 
 
 def test_command_line(tmp_path, make):

@@ -1,24 +1,31 @@
-"""Whole runs through the command line on the CPU: results, and what each setting does to them."""
+"""Whole runs through the command line on the CPU: their results, and what they tell."""
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import peft
 import pytest
-import torch
 import transformers
 from safetensors.numpy import load_file
 
 import surogate
-from surogate.data.packed import open_packed
 from surogate.models.flops import training_flops
-from surogate.optim.schedule import Schedule
 from surogate.report import read_log
 from surogate.train import versions
-from tests.oracle import close, same_bits
+from tests.oracle import same_bits
+from tests.surogate.results import (
+    CHATS,
+    alike,
+    assert_same_bits,
+    chats,
+    scores,
+    transformer,
+    weights,
+)
 from tests.surogate.runs import (
     VOCAB,
     invoke,
@@ -29,8 +36,6 @@ from tests.surogate.runs import (
     train,
     write_config,
 )
-
-CHATS = {"sequence_len": 64, "lora_rank": 4, "lora_alpha": 8, "lora": True}
 
 
 @pytest.fixture(autouse=True)
@@ -43,45 +48,6 @@ def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return prepare(tmp_path)
-
-
-def chats(folder: Path) -> list[dict[str, str]]:
-    return [{"path": str(folder / "chats.jsonl"), "type": "conversation"}]
-
-
-def weights(output: Path) -> dict[str, np.ndarray]:
-    """Every array of the newest checkpoint: weights, moments and the count of updates."""
-    newest = sorted(output.glob("step_*"))[-1]
-    return load_file(newest / "trained.safetensors") | load_file(newest / "optimizer.safetensors")
-
-
-def assert_same_bits(one: Path, other: Path) -> None:
-    first, second = weights(one), weights(other)
-    assert first.keys() == second.keys()
-    for name, array in first.items():
-        same_bits(array, second[name])
-
-
-def scores(model: Any, tokens: list[int]) -> np.ndarray:
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([tokens])).logits[0].float().numpy()
-
-
-def transformer(folder: Path) -> Any:
-    """The model of a folder in transformers, in float32."""
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-
-
-def alike(got: np.ndarray, want: np.ndarray) -> None:
-    """The same logits but for rounding: some ten products of 32 to 64 terms, one behind another."""
-    close(got, want, "float32", terms=64, roundings=16)
-
-
-def near(got: list[float], want: list[float]) -> None:
-    """The same numbers but for the order of sums of some 64 terms in float32."""
-    close(np.array(got), np.array(want), "float32", terms=64)
 
 
 def falls(records: list[dict[str, Any]], by: float) -> None:
@@ -228,186 +194,6 @@ def test_merged_model_in_bfloat16_is_rounded_once(tmp_path):
     same_bits(merged[other], load_file(folder / "model" / "model.safetensors")[other])
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_any_split_of_the_same_rows_is_the_same_run(folder, lora):
-    """4 rows an update as 4 x 1, 2 x 2 and 1 x 4: the same rows, losses, norms and weights."""
-    found = []
-    for rows, accumulation in ((4, 1), (2, 2), (1, 4)):
-        out = folder / f"out{rows}"
-        options = dict(CHATS, datasets=chats(folder)) if lora else {}
-        records = train(
-            folder,
-            **options,
-            output_dir=str(out),
-            per_device_train_batch_size=rows,
-            gradient_accumulation_steps=accumulation,
-            max_steps=4,
-            adamw_epsilon=1e-3,  # so that an update does not magnify a small gradient's rounding
-        )
-        found.append((records, weights(out)))
-    whole, arrays = found[0]
-    for records, others in found[1:]:
-        for name in ("loss", "norm"):
-            near(steps(records, name), steps(whole, name))
-        assert steps(records, "epoch") == steps(whole, "epoch")
-        assert steps(records, "tokens") == steps(whole, "tokens")
-        for name, array in arrays.items():
-            close(others[name], array, "float32", terms=64, roundings=16)  # of four updates
-
-
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("recompute", ["selective", "block"])
-def test_recomputation_changes_no_bit(folder, recompute, lora):
-    options: dict[str, Any] = dict(CHATS, datasets=chats(folder)) if lora else {}
-    for value in ("none", recompute):
-        train(folder, **options, recompute=value, output_dir=str(folder / value), max_steps=3)
-    assert_same_bits(folder / "none", folder / recompute)
-
-
-def test_chunks_of_the_head_change_rounding_alone(folder):
-    one = train(folder, lmhead_chunks=1, output_dir=str(folder / "one"))
-    for chunks in (3, 64):  # ragged: 64 tokens in pieces of 22; a token each
-        many = train(folder, lmhead_chunks=chunks, output_dir=str(folder / f"{chunks}"))
-        for name in ("loss", "norm"):
-            near(steps(many, name), steps(one, name))
-
-
-def test_clipping(folder):
-    """The norm in the log is the one before clipping; the first moment is of the clipped one."""
-    free = train(folder, max_grad_norm=0, output_dir=str(folder / "free"), max_steps=1)
-    held = train(folder, max_grad_norm=0.01, output_dir=str(folder / "held"), max_steps=1)
-    assert steps(free, "norm") == steps(held, "norm")
-    [norm] = steps(free, "norm")
-    assert norm > 1
-    first, second = weights(folder / "free"), weights(folder / "held")
-    for name in first:
-        if name.startswith("m."):
-            close(second[name], first[name] * (0.01 / norm), "float32", roundings=16)
-
-
-def test_weight_decay_is_decoupled_and_spares_norms(folder):
-    options = {"max_steps": 1, "learning_rate": 0.01, "lr_scheduler_type": "constant"}
-    train(folder, **options, weight_decay=0.0, output_dir=str(folder / "a"))
-    train(folder, **options, weight_decay=0.5, output_dir=str(folder / "b"))
-    start = load_file(folder / "model" / "model.safetensors")
-    plain, decayed = (load_file(folder / x / "model.safetensors") for x in "ab")
-    for name, array in start.items():
-        if array.ndim == 1:
-            same_bits(plain[name], decayed[name])
-        else:
-            close(plain[name] - decayed[name], 0.005 * array, "float32", scale=1)
-
-
-@pytest.mark.parametrize(
-    "settings,expected",
-    [
-        ({"lr_scheduler_type": "linear"}, Schedule(0.01, 10, "linear")),
-        (
-            {"lr_scheduler_type": "cosine", "warmup_steps": 3, "final_lr_fraction": 0.1},
-            Schedule(0.01, 10, "cosine", warmup_steps=3, final_fraction=0.1),
-        ),
-        (
-            {"lr_scheduler_type": "constant", "warmup_ratio": 0.11, "cooldown_steps": 2},
-            Schedule(0.01, 10, "constant", warmup_steps=2, cooldown_steps=2),
-        ),
-        (
-            {"lr_scheduler_type": "wsd", "wsd_decay_steps_fraction": 0.3},
-            Schedule(0.01, 10, "wsd", wsd_decay_fraction=0.3),
-        ),
-    ],
-)
-def test_schedules(folder, settings, expected):
-    records = train(folder, **settings, max_steps=10, learning_rate=0.01)
-    assert steps(records, "lr") == [expected.at(step) for step in range(1, 11)]
-
-
-def test_rate_zero_changes_nothing(folder):
-    train(folder, learning_rate=0.0, weight_decay=0.1)
-    start = load_file(folder / "model" / "model.safetensors")
-    for name, array in load_file(folder / "out" / "model.safetensors").items():
-        same_bits(array, start[name])
-
-
-def test_packing_uses_less_rows_and_off_uses_one_a_document(folder):
-    found = {}
-    for packing in (True, False):
-        out = folder / str(packing)
-        records = train(
-            folder,
-            datasets=chats(folder),
-            sequence_len=128,
-            sample_packing=packing,
-            output_dir=str(out),
-            max_steps=-1,
-            num_epochs=1,
-        )
-        [data] = [path for path in (out / "data").iterdir() if path.is_dir()]
-        found[packing] = (len(steps(records)), open_packed(data / "train", reused=True).rows)
-    assert found[False] == (27, 54)
-    assert found[True][1] < 27 and found[True][0] == found[True][1] // 2
-
-
-def test_packed_rows_give_the_loss_of_their_documents_alone(folder):
-    """At rate 0 an evaluation of packed rows is that of each document alone in transformers."""
-    options = {"datasets": chats(folder), "learning_rate": 0.0, "max_steps": 1}
-    for packing in (True, False):
-        records = train(
-            folder,
-            **options,
-            sequence_len=128,
-            sample_packing=packing,
-            output_dir=str(folder / str(packing)),
-        )
-        [evaluation] = [r for r in records if r["log"] == "eval"]
-        [data] = [p for p in (folder / str(packing) / "data").iterdir() if p.is_dir()]
-        total, count = reference_loss(transformer(folder / "model"), data / "evaluation")
-        assert evaluation["tokens"] == count
-        assert evaluation["loss"] == pytest.approx(total / count, rel=1e-5)
-
-
-def reference_loss(model: Any, rows: Path) -> tuple[float, int]:
-    packed, total, count = open_packed(rows, reused=True), 0.0, 0
-    for index in range(packed.rows):
-        tokens, labels, lengths = packed.row(index)
-        begin = 0
-        for length in lengths.tolist():
-            part = slice(begin, begin + length)
-            begin += length
-            target = torch.tensor(labels[part].astype(np.int64))
-            if (target >= 0).any():
-                logits = torch.tensor(scores(model, tokens[part].tolist()))
-                total += float(torch.nn.functional.cross_entropy(logits, target, reduction="sum"))
-                count += int((target >= 0).sum())
-    return total, count
-
-
-def test_evaluates_when_due_and_at_the_end(folder):
-    records = train(folder, eval_steps=3, max_steps=7, save_steps=2, save_total_limit=2)
-    kinds = [(r["log"], r["step"]) for r in records if r["log"] in ("step", "eval")]
-    assert [step for log, step in kinds if log == "eval"] == [3, 6, 7]
-    assert kinds.index(("eval", 3)) == kinds.index(("step", 3)) + 1
-    assert sorted(p.name for p in (folder / "out").glob("step_*")) == [
-        "step_00000006",
-        "step_00000007",
-    ]
-
-
-def test_evaluation_rows_of_their_own_and_none(folder):
-    own = [{"path": str(folder / "chats.jsonl"), "type": "conversation", "samples": 5}]
-    records = train(folder, validation_datasets=own, output_dir=str(folder / "own"))
-    assert [r["step"] for r in records if r["log"] == "eval"] == [6]
-    records = train(folder, validation_split_ratio=0.0, output_dir=str(folder / "none"))
-    assert not [r for r in records if r["log"] == "eval"]
-
-
-def test_epochs_decide_the_number_of_steps(folder):
-    records = train(folder, max_steps=-1, num_epochs=2, gradient_accumulation_steps=2)
-    count = len(steps(records))
-    rows = 27  # of 54 texts, see the first line of the run
-    assert count == 2 * (rows // 4)
-    assert steps(records, "epoch") == pytest.approx([2 * (i + 1) / count for i in range(count)])
-
-
 def test_log_and_files_of_a_run(folder):
     result = invoke(write_config(folder, max_steps=3))
     assert result.exit_code == 0
@@ -455,6 +241,19 @@ def test_what_the_targets_of_lora_matched_is_said(folder):
     assert f"adapters on 2 q_proj, 2 v_proj: {share:.2f}% of all parameters" in result.stdout
 
 
+def test_how_fast_weights_are_read_is_said(folder, monkeypatch):
+    """Where it takes long: here, all of it does."""
+    monkeypatch.setattr("surogate.setup.PROGRESS_SECONDS", 0.0)
+    result = invoke(write_config(folder, max_steps=1))
+    told = re.findall(r"^reading: (\S+) MB of weights, (\S+) MB/s$", result.stdout, re.MULTILINE)
+    assert len(told) == 2 * 8 + 2  # the leaves of two layers, the embedding and the last norm
+    size = (folder / "model" / "model.safetensors").stat().st_size
+    assert float(told[-1][0]) == pytest.approx(size / 1e6, abs=0.06)
+    assert all(float(rate.replace(",", "")) > 0 for _, rate in told)
+    monkeypatch.setattr("surogate.setup.PROGRESS_SECONDS", 60.0)
+    assert "reading: " not in invoke(write_config(folder, max_steps=1)).stdout
+
+
 def test_operations_of_a_step_by_hand(folder):
     """Of 2 layers of width 32: each product is 2 operations a weight and token, three times."""
     config = surogate.load(folder / "model", device="cpu").config
@@ -463,27 +262,6 @@ def test_operations_of_a_step_by_hand(folder):
     flops = training_flops(config, tokens=tokens, cells=cells, lora_rank=None, recompute="none")
     assert flops.products == 3 * 2 * tokens * (2 * layer + 320 * 32)
     assert flops.attention == 2 * 7 * 2 * 4 * 16 * cells  # layers, products, 2, heads, head_dim
-
-
-def test_one_document_short_rows_and_other_lengths(folder):
-    """Rows that do not divide evenly: accumulation, evaluation padding and a last short epoch."""
-    records = train(
-        folder,
-        per_device_train_batch_size=5,
-        gradient_accumulation_steps=2,
-        sequence_len=17,
-        max_steps=-1,
-        num_epochs=3,
-    )
-    assert all(np.isfinite(steps(records)))
-
-
-def test_rope_scaling_reaches_the_output(folder):
-    train(folder, rope_scaling="yarn", max_model_len=256, sequence_len=64, max_steps=2)
-    tokens = [3 + i % 300 for i in range(200)]
-    mine = surogate.load(folder / "out", device="cpu")
-    assert mine.config.rope.kind == "yarn"
-    alike(scores(transformer(folder / "out"), tokens), surogate.logits(mine, [tokens]))
 
 
 def test_two_runs_are_bit_equal(folder):
