@@ -13,6 +13,14 @@ from surogate.kernels.graph_nodes import executable
 
 T = TypeVar("T")
 
+# cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread: the step did what a
+# recording cannot hold.
+UNRECORDABLE = range(900, 909)
+
+
+class CaptureError(RuntimeError):
+    """A step that cannot be recorded, though it may be run. The stream is as it was before."""
+
 
 class Captured(Generic[T]):
     """A recorded step. Calling it replays the graph; ``outputs`` are the arrays it writes."""
@@ -37,13 +45,25 @@ class Captured(Generic[T]):
             step()
             step()
             self._stream.synchronize()
-            self._stream.begin_capture()
-            try:
-                self.outputs = step()
-            finally:
-                recorded = self._stream.end_capture()
+            self.outputs, recorded = self._record(step)
         self._graph = executable(recorded)
         self._graph.upload(self._stream)
+
+    def _record(self, step: Callable[[], T]) -> tuple[T, Any]:
+        """What the step returns, and the graph."""
+        from cupy.cuda.runtime import CUDARuntimeError
+
+        self._stream.begin_capture()
+        try:
+            try:
+                outputs = step()
+            finally:
+                recorded = self._stream.end_capture()  # also ends one that failed
+        except CUDARuntimeError as error:
+            if error.status not in UNRECORDABLE:
+                raise
+            raise CaptureError(f"capture: the step cannot be recorded: {error}") from error
+        return outputs, recorded
 
     def __call__(self) -> T:
         """Replays the step on the stream that it was captured on. Returns ``outputs``,
@@ -64,6 +84,6 @@ def capture(step: Callable[[], T], *, pool: Any = None) -> Captured[T]:
     ``step`` runs a few times first, for real, and must not synchronise, copy to the host or depend
     on anything but its arrays. Graphs that replay on one stream alone may share a ``pool``
     (cupy.cuda.MemoryPool): what one allocates is free when another begins. Raises ValueError on the
-    null stream.
+    null stream, CaptureError for a step that synchronises, allocates anew or copies to the host.
     """
     return Captured(step, pool)

@@ -4,8 +4,10 @@ Everything lies in arrays that stay where they are, so that on a card both halve
 CUDA graphs once and replayed; without graphs the same functions run eagerly and give the same bits.
 """
 
+import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +17,7 @@ from surogate.device import Device
 from surogate.kernels import tree
 from surogate.kernels.arrays import FROZEN
 from surogate.kernels.batch import IGNORED, STAGED, Batch, Docs, equal_rows
-from surogate.kernels.capture import capture
+from surogate.kernels.capture import CaptureError, capture
 from surogate.kernels.grad_norm import grad_norm, grad_table
 from surogate.kernels.widened import Refresh, plain
 from surogate.models import dense
@@ -65,6 +67,9 @@ class TrainStep:
     On a card, the passes read an adapted weight from one array with its adapter, and ``model`` is
     the views of it. Weights that ``making_room`` put there are taken over; others are copied, and
     the tree given here should be dropped. Whoever writes to the adapter calls ``refresh``.
+
+    A half that cannot be recorded is run eagerly, with the same numbers: ``say`` gets one line, and
+    ``graphs`` is False from then on.
     """
 
     def __init__(
@@ -76,8 +81,10 @@ class TrainStep:
         optimizer: Rule,
         options: StepOptions,
         recipe: Recipe | None = None,
+        say: Callable[[str], None] = warnings.warn,
     ) -> None:
         self.recipe = recipe or Recipe()
+        self._say, self.graphs = say, options.graphs
         self.device, self.settings, self.options = device, settings, options
         self.optimizer = optimizer
         if adapter is None:
@@ -107,7 +114,7 @@ class TrainStep:
         self._micros: dict[int | None, Callable[[], Any]] = {}
         self._pool = device.library.cuda.MemoryPool() if options.graphs else None
         self._update: Callable[[], Any] = self._run_update
-        if options.graphs:
+        if self.graphs:
             self._record()
 
     def _widened(self, model: Model, adapter: Adapter) -> tuple[Model, Refresh | None]:
@@ -135,10 +142,10 @@ class TrainStep:
         rows = self._whole_rows(batch)
         if not self._ready:
             self._calibrate(batch)
-        if self.options.graphs and rows not in self._micros:
+        if self.graphs and rows not in self._micros:
             self._record_micro(rows)
         self._feed.write(batch)
-        if self.options.graphs:
+        if self.graphs:
             self._micros[rows]()
         else:
             self._run_micro(rows)
@@ -240,15 +247,26 @@ class TrainStep:
     def _record_micro(self, rows: int | None) -> None:
         """Records the micro-batch's half. Its trial runs see no supervised token and add zeros."""
         self._feed.write(padding(self.options.tokens, self._longest))
-        with self.recipe.restored():
+        with self.recipe.restored(), self._or_eagerly():
             self._micros[rows] = capture(lambda: self._run_micro(rows), pool=self._pool)
 
     def _record(self) -> None:
         """Records the update. Its trial runs see no supervised token, so none is applied."""
         self._plan.write_scalars_(lr=0.0, step=1)
-        self._update = capture(self._run_update)
+        with self._or_eagerly():
+            self._update = capture(self._run_update)
         self._update()
         self.device.synchronize()
+
+    @contextmanager
+    def _or_eagerly(self) -> Iterator[None]:
+        """Goes on without graphs where one cannot be recorded, and says so."""
+        try:
+            yield
+        except CaptureError as error:
+            self.graphs = False
+            self._micros.clear()
+            self._say(f"CUDA graphs are off, and steps take longer: {error}")
 
 
 class Pending:

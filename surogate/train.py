@@ -403,7 +403,14 @@ def train_step(config: Config, device: Device, sources: Sources) -> TrainStep:
     settings = Settings(sources.model_config, sources.lora)
     optimizer = optimizer_of(config)
     return TrainStep(
-        device, sources.model, sources.adapter, settings, optimizer, options, sources.recipe
+        device,
+        sources.model,
+        sources.adapter,
+        settings,
+        optimizer,
+        options,
+        sources.recipe,
+        say=_say,
     )
 
 

@@ -105,13 +105,13 @@ def test_graphs_eager_recomputation_and_repetition_give_the_same_bits(lora):
 LAYOUTS = [LENGTHS, [512], [1] * 12 + [500], [256, 256], [129, 383]]
 
 
-def changing(device: Device, config: ModelConfig, *, graphs: bool) -> Any:
+def changing(device: Device, config: ModelConfig, *, graphs: bool, said: Any = pytest.fail) -> Any:
     """Ten steps of two micro-batches whose documents change, with evaluations between; then one of
     more micro-batches than the host may run ahead, none of which is waited for.
     """
     options = StepOptions(512, "none", None, BF16, 1.0, graphs)
     model = device.put(init_model(config, 0, BF16))
-    step = TrainStep(device, model, None, Settings(config), AdamWConfig(), options)
+    step = TrainStep(device, model, None, Settings(config), AdamWConfig(), options, say=said)
     pending, scores = [], []
     for number in range(11):
         for part in range(2 if number < 10 else 3 * Feed.AHEAD):
@@ -133,4 +133,25 @@ def test_graphs_see_the_documents_of_each_micro_batch():
     assert results == eager[0] and all(result.applied for result in results)
     assert len({result.nll for result in results}) == len(results)
     for a, b in zip([*scores, *weights], [*eager[1], *eager[2]], strict=True):
+        same_bits(a, b)
+
+
+@pytest.mark.parametrize("half", ["_run_micro", "_run_update"])
+def test_what_cannot_be_recorded_runs_eagerly_with_one_line(half, monkeypatch):
+    import cupy
+
+    device, config = choose_device("cuda"), four_layers("qwen3-0.6b")
+    run, said = getattr(TrainStep, half), []
+
+    def synchronises(self: TrainStep, *args: Any) -> None:
+        run(self, *args)
+        self.device.synchronize()
+
+    with cupy.cuda.Stream(non_blocking=True):
+        wanted = changing(device, config, graphs=False)
+        monkeypatch.setattr(TrainStep, half, synchronises)
+        found = changing(device, config, graphs=True, said=said.append)
+    assert len(said) == 1 and "CUDA graphs are off" in said[0] and "recorded" in said[0]
+    assert found[0] == wanted[0]
+    for a, b in zip([*found[1], *found[2]], [*wanted[1], *wanted[2]], strict=True):
         same_bits(a, b)
