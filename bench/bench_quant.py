@@ -4,12 +4,14 @@ Bytes are one read and one write of the codes, the scales and the bfloat16 matri
 twice: the scale of a block depends on the largest weight of all.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench.harness import Case
 from bench.inputs import cupy, random, rotated
 from surogate.kernels.quant.quantized import Quantized, dequantize, quantize
+from surogate.kernels.quant.recode import recode
 
 WEIGHTS = {"qkv": (6144, 4096), "gate up": (24576, 4096), "down": (4096, 12288)}
 FORMATS: dict[str, tuple[float, dict[str, Any]]] = {
@@ -33,7 +35,7 @@ def cases() -> Iterator[Case]:
 def format_cases(
     name: str, outer: int, inner: int, bits: float, settings: dict[str, Any]
 ) -> Iterator[Case]:
-    """Back to bfloat16, and there."""
+    """Back to bfloat16, to codes for products of FP8, and there."""
     dense, moved = 2 * outer * inner, int(outer * inner * (2 + bits / 8))
     again = dense if settings["format"] == "nvfp4" else 0
 
@@ -45,7 +47,17 @@ def format_cases(
         weight = random(outer, inner)
         return lambda: quantize(weight, **settings)
 
+    def product(turned: bool) -> Callable[[], object]:
+        q, scale = quantize(random(outer, inner), **settings), cupy.ones(1, "f4")
+        out = cupy.empty((inner, outer) if turned else (outer, inner), "u1")
+        return lambda: recode(q, scale, out=out, turned=turned)
+
     yield Case(f"dequantize {name}", rotated(back, moved), bytes=moved)
+    if "four over six" not in name:
+        fewest = moved - outer * inner  # codes of 8 bits instead of bfloat16
+        for how, turned in (("recode", False), ("recode turned", True)):
+            make = functools.partial(product, turned)
+            yield Case(f"{how} {name}", rotated(make, fewest), bytes=fewest)
     if not settings.get("double_quant"):  # copies its table from the host, which no graph records
         yield Case(f"quantize {name}", rotated(there, dense), bytes=moved + again)
 

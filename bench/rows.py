@@ -24,6 +24,7 @@ from surogate.models.stack import Recompute
 OURS = "ours"
 RECIPES = (
     "bf16", "fp8", "fp8_tensor", "fp8_row", "nvfp4", "nf4", "fp8_blocks", "nvfp4_blocks", "fp8_nf4",
+    "fp8_fp8_blocks",
 )  # fmt: skip
 
 
@@ -38,7 +39,8 @@ class Row:
         chunk: tokens whose logits exist at a time; None: the default.
         moments: dtype of AdamW's moments.
         recipe: of the layers' products (bf16, fp8, nvfp4), or storage of the base weights, which
-            bf16 products multiply (nf4, fp8_blocks, nvfp4_blocks) or fp8's (fp8_nf4).
+            bf16 products multiply (nf4, fp8_blocks, nvfp4_blocks) or fp8's (fp8_nf4,
+            fp8_fp8_blocks).
         steps: measured, after two that warm up.
     """
 
@@ -152,6 +154,7 @@ ROWS = (
     Row("Qwen3-8B", "lora", recipe="nf4", steps=3),
     Row("Qwen3-8B", "lora", recipe="fp8_blocks", steps=3),
     Row("Qwen3-8B", "lora", recipe="fp8_nf4", steps=3),
+    Row("Qwen3-8B", "lora", recipe="fp8_fp8_blocks", steps=3),
     Row("Qwen3-8B", "lora", rows=1, accumulation=1, recompute="block", recipe="nf4", steps=3),
     Row("Qwen2.5-0.5B", "full", rows=32, length=1024, accumulation=16, moments="bfloat16", steps=3),
     Row("Qwen2.5-1.5B", "full", rows=32, length=1024, accumulation=16, moments="bfloat16", steps=2),

@@ -134,8 +134,9 @@ def precision_of(row: Row) -> Precision | None:
     }
     if row.recipe in storages:
         return storages[row.recipe]
-    if row.recipe == "fp8_nf4":
-        return Fp8Options(storage=storages["nf4"])
+    below = row.recipe.removeprefix("fp8_")
+    if below != row.recipe and below in storages:
+        return Fp8Options(storage=storages[below])
     scaling: Any = row.recipe.partition("_")[2] or "delayed"
     return Fp8Options(scaling=scaling)
 

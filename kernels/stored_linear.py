@@ -3,7 +3,8 @@ QLoRA with the products of a recipe.
 
 Before each product the weight is decoded to the compute type (quantized_linear.py) and cast for
 that product's direction (fp8_linear.py, nvfp4_linear.py), into memory that weights of one shape
-share. The numbers are those of the recipe on the decoded weight.
+share. For a product of 8-bit codes both are one pass (quant/recode.py), where the sizes allow it.
+The numbers are those of the recipe on the decoded weight.
 """
 
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from surogate.kernels.fp8_linear import Fp8Weight
 from surogate.kernels.linear import LinearInto, RecipeWeight
 from surogate.kernels.nvfp4_linear import Nvfp4Weight
 from surogate.kernels.pair import Pair
+from surogate.kernels.quant.recode import recodable, recode
 from surogate.kernels.quantized_linear import QuantizedWeight
 from surogate.kernels.widened import Blocks
 
@@ -50,10 +52,30 @@ class StoredCast(RecipeWeight):
 
     def ready(self, *, backward: bool) -> Fp8Weight | Nvfp4Weight:
         """What a direction's product multiplies with, until another weight needs the memory."""
-        weight, products = self.source.plain(), self.cast.products
-        if products.dgrad if backward else products.forward:
+        products = self.cast.products
+        wanted = products.dgrad if backward else products.forward
+        if wanted and self._recodable():
+            self._recode_(backward)
+            return self.cast
+        weight = self.source.plain()
+        if wanted:
             self.cast.restore_(weight, backward=backward)
         return self.cast
+
+    def _recodable(self) -> bool:
+        """Row scaling needs the amax of each row; its casts read what was decoded."""
+        if not isinstance(self.cast, Fp8Weight) or self.cast.slots.weight.state.scaling == "row":
+            return False
+        return all(recodable(quantized) for _, quantized in self.source.pieces)
+
+    def _recode_(self, backward: bool) -> None:
+        assert isinstance(self.cast, Fp8Weight)
+        codes = self.cast.backward.turned if backward else self.cast.forward.rows
+        assert codes is not None
+        for start, quantized in self.source.pieces:
+            rows = slice(start, start + quantized.shape[0])
+            out = codes[:, rows] if backward else codes[rows]
+            recode(quantized, self.cast.slots.weight.scale, out=out, turned=backward)
 
 
 def source_of(weight: Any) -> QuantizedWeight | None:

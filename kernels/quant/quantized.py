@@ -121,9 +121,6 @@ def _launch(q: Quantized, out: Array) -> None:
     require(q.size < 1 << 32, f"dequantize: takes less than 2^32 elements, got {q.size}")
     stride = row_stride("dequantize: out", out)
     whole = columns % COLUMNS == 0 and rows_aligned(out) and address(q.codes) % COLUMNS == 0
-    kind = {"fp8": "FP8", "nf4": "NF4Double" if nested else "NF4Plain"}.get(
-        q.format, q.format.upper()
-    )
     second, table, offset, nested_block = q.tensor_scale, None, None, 1
     if nested is not None:
         second, table, offset, nested_block = nested
@@ -135,8 +132,15 @@ def _launch(q: Quantized, out: Array) -> None:
     logarithms = [side.bit_length() - 1 for side in (*q.block, nested_block)]
     sizes = [np.int64(stride), np.uint32(rows), np.uint32(columns)]
     arguments = [out, q.codes, q.scales, second, table, offset, *logarithms, *sizes]
-    types = (kind, "true" if whole else "false")
+    types = (kind_of(q), "true" if whole else "false")
     SOURCE.launch("dequantize", types, grid, (across, down), arguments)
+
+
+def kind_of(q: Quantized) -> str:
+    """The template argument of the kernels: how factors are found."""
+    if q.format == "nf4":
+        return "NF4Double" if q.nested else "NF4Plain"
+    return q.format.upper()
 
 
 def check_quantized(q: Quantized, name: str = "dequantize") -> None:

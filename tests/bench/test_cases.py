@@ -48,7 +48,7 @@ SMALL: dict[str, tuple[str, tuple, dict[str, Any]]] = {
     "normuon": ("cases", (), {"LAYER": [(8, 4)], "LARGE": (4, 8)}),
     "nvfp4": ("cast_cases", (16, 64), {}),
     "qk_norm_rope": ("pair_cases", (4, 2, 1, 8, True), {}),
-    "quant": ("format_cases", ("w", 8, 64, 4.5, {"format": "nf4"}), {}),
+    "quant": ("format_cases", ("w", 16, 64, 4.5, {"format": "nf4"}), {}),
     "rmsnorm": ("cases", (), {"SHAPES": [(4, 8)], "CAST": (16, 32)}),
     "rope": ("pair_cases", (4, 2, 8), {}),
     "swiglu": ("cases", (), {"TOKENS": (4,), "FFN": (8,), "CAST": (16, 32)}),

@@ -38,7 +38,8 @@ def test_rows_have_names_of_their_own():
 def test_every_recipe_has_its_class(recipe):
     made = steps.recipe_of(Row("tiny", "lora", recipe=recipe), TINY, choose_device("cpu"))
     others = {"bf16": Recipe, "nvfp4": Nvfp4Recipe}
-    stored = QuantizedRecipe if recipe == "nf4" or recipe.endswith("_blocks") else Fp8Recipe
+    storages = ("nf4", "fp8_blocks", "nvfp4_blocks")
+    stored = QuantizedRecipe if recipe in storages else Fp8Recipe
     assert type(made) is others.get(recipe, stored)
 
 

@@ -1,0 +1,89 @@
+"""Stored weights as E4M3 codes at one scale, for products of codes: no bfloat16 matrix in between.
+
+    code = E4M3(bfloat16(value of the stored code) * scale)
+
+These are the bits of ``dequantize`` and then fp8.py's cast with a known scale.
+"""
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, UInt8
+
+from surogate.kernels.arrays import F32, Array, aligned, describe, on_device, require
+from surogate.kernels.fp8 import E4M3, MULTIPLE, encode
+from surogate.kernels.nvrtc import THREADS, Source
+from surogate.kernels.quant.quantized import check_quantized, dequantize, kind_of
+from surogate.kernels.quant.storage import Quantized, blocks_of
+
+COLUMNS, ROWS = 16, 4  # of a thread of recode_rows, as in quant_recode.cu
+TILE = 128  # rows and columns of a block of recode_turned
+_KINDS: list[tuple[str, ...]] = [
+    (kind,) for kind in ("FP8", "NF4Plain", "NF4Double", "NVFP4", "MXFP4")
+]
+SOURCE = Source("quant_recode", {"recode_rows": _KINDS, "recode_turned": _KINDS})
+
+
+def recodable(q: Quantized) -> bool:
+    """Whether ``recode`` takes it: sizes in multiples of 16, codes from an address of 16 bytes."""
+    rows, columns = q.shape
+    whole = rows % MULTIPLE == 0 and columns % MULTIPLE == 0 and q.size < 1 << 32
+    return whole and (not on_device(q.codes) or aligned(q.codes))
+
+
+def recode(
+    q: Quantized,
+    scale: Float32[Array, "1"],
+    *,
+    out: UInt8[Array, "..."],
+    turned: bool = False,
+) -> None:
+    """Writes the codes to ``out`` [outer, inner], or transposed [inner, outer], whose rows may lie
+    apart if ``turned``.
+
+    Raises ValueError for arrays that do not fit the format, for one that is not ``recodable``, and
+    for an ``out`` of another shape or not at multiples of 16 bytes.
+    """
+    check_quantized(q, "recode")
+    require(recodable(q), f"recode: sizes must be multiples of {MULTIPLE}, got {q.shape}")
+    wanted = q.shape[::-1] if turned else q.shape
+    pitch = out.strides[0]
+    require(
+        out.shape == wanted
+        and out.dtype == np.uint8
+        and out.strides[1] == 1
+        and (pitch == wanted[1] or turned),
+        f"recode: out must be uint8{wanted} with its columns side by side, got {describe(out)}",
+    )
+    if not on_device(q.codes):
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite becomes NaN
+            codes = encode(dequantize(q).astype(F32) * scale, E4M3)
+        out[...] = codes.T if turned else codes
+        return
+    require(
+        aligned(out) and pitch % MULTIPLE == 0,
+        f"recode: out must begin at a multiple of {MULTIPLE} bytes, and its rows too",
+    )
+    _launch(q, scale, out, turned)
+
+
+def _launch(q: Quantized, scale: Array, out: Array, turned: bool) -> None:
+    (rows, columns), nested = q.shape, q.nested
+    second, table, offset, nested_block = q.tensor_scale, None, None, 1
+    if nested is not None:
+        second, table, offset, nested_block = nested
+    logarithms = [side.bit_length() - 1 for side in (*q.block, nested_block)]
+    arguments: list[Any] = [out, q.codes, q.scales, second, table, offset, scale, *logarithms]
+    arguments += [np.uint32(rows), np.uint32(columns)]
+    types = (kind_of(q),)
+    if turned:
+        tiles = (blocks_of(rows, TILE), blocks_of(columns, TILE))
+        pitch = np.int64(out.strides[0])
+        SOURCE.launch("recode_turned", types, tiles, THREADS, [*arguments, pitch])
+        return
+    across = 32
+    while across < THREADS and across * COLUMNS < columns:
+        across *= 2
+    down = THREADS // across
+    grid = blocks_of(rows, down * ROWS), blocks_of(columns, across * COLUMNS)
+    SOURCE.launch("recode_rows", types, grid, (across, down), arguments)
