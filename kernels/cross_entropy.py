@@ -201,7 +201,9 @@ def _threads(logits: Any) -> int:
 
 
 def _launch_fused(logprobs: Any, logits: Any, labels: Any) -> None:
-    """As many blocks as are resident at once, each with its share of the shared memory."""
+    """As many blocks as are resident at once, or as few as take as many turns: then all end at the
+    same time. Each has its share of the shared memory.
+    """
     tokens, vocab = logits.shape
     if tokens == 0:
         return
@@ -210,10 +212,11 @@ def _launch_fused(logprobs: Any, logits: Any, labels: Any) -> None:
     share = (shared_limit() + 1024) // resident - 1024 - STATIC_SHARED
     vectors = -(-vocab // vector_width(logits.dtype))
     held = max(0, min(-(-vectors // threads) - KEPT, share // (16 * threads)))
+    turns = -(-tokens // (resident * multiprocessors()))
     SOURCE.launch(
         "cross_entropy_fused",
         (ctype(logits.dtype),),
-        min(tokens, resident * multiprocessors()),
+        -(-tokens // turns),
         threads,
         [logprobs, logits, labels, tokens, vocab, held],
         shared=held * 16 * threads,

@@ -99,7 +99,7 @@ SOURCE = Source(
         + [(*types, "E4M3") for types in _CASTING],
         "rmsnorm_dx": _instances(FROZEN_BACKWARD),
         "rmsnorm_bwd": _instances(*BACKWARD),
-        "sum_partials": [("float",), ("bf16",)],
+        "sum_partials": [(type, str(slab)) for type in ("float", "bf16") for slab in (8, 16, 32)],
     },
 )
 
@@ -271,10 +271,12 @@ def _sum_partials(
     require(contiguous, "sum_partials: into must be C-contiguous")
     outs, adds = ([*both, None][:2] for both in zip(*found, strict=True))
     rows = [*(count for count, _ in sums), 0][:2]
+    # Columns of a block, so few that all multiprocessors have one.
+    slab = 8 if columns <= 2048 else 16 if columns <= 4096 else 32
     SOURCE.launch(
         "sum_partials",
-        (ctype(outs[0].dtype),),
-        (-(-columns // 32), len(sums)),
+        (ctype(outs[0].dtype), str(slab)),
+        (-(-columns // slab), len(sums)),
         1024,
         [*outs, partial, *rows, columns, *map(bool, adds)],
     )

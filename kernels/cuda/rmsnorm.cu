@@ -217,29 +217,34 @@ __global__ void __launch_bounds__(MOST<T, PACKS>, RESIDENT<MOST<T, PACKS>, REGIS
     }
 }
 
-// Column sums of the blocks' shares, 32 columns a block of 32 warps, always in the same order. The rows of a
-// second sum, where there is one (gridDim.y is 2), follow those of the first.
-template <typename S>
+// Column sums of the blocks' shares, COLUMNS (8, 16 or 32) columns a block of 1024 threads, always in the same
+// order: fewer columns leave fewer rows to a thread, which are read at once. The rows of a second sum, where
+// there is one (gridDim.y is 2), follow those of the first.
+template <typename S, int COLUMNS>
 __global__ void __launch_bounds__(1024)
     sum_partials(S* __restrict__ out,                // (columns,)
                  S* __restrict__ second,             // (columns,), or null
                  const float* __restrict__ partial,  // (rows + second_rows, columns)
                  int rows, int second_rows, int columns, bool accumulate, bool accumulate_second) {
-    __shared__ float tile[32][33];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    __shared__ float tile[32][COLUMNS + 1];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = threadIdx.x % COLUMNS;
     if (blockIdx.y) {
         partial += int64_t(rows) * columns;
         out = second, rows = second_rows, accumulate = accumulate_second;
     }
-    int column = blockIdx.x * 32 + lane;
+    int column = blockIdx.x * COLUMNS + own;
     float sum = 0.0f;
     if (column < columns) {
 #pragma unroll 8
-        for (int row = warp; row < rows; row += 32) sum += partial[int64_t(row) * columns + column];
+        for (int row = threadIdx.x / COLUMNS; row < rows; row += 1024 / COLUMNS)
+            sum += partial[int64_t(row) * columns + column];
     }
-    tile[warp][lane] = sum;
+#pragma unroll
+    for (int mask = COLUMNS; mask < 32; mask *= 2) sum += warp_shfl_xor(sum, mask);
+    if (lane < COLUMNS) tile[warp][own] = sum;
     __syncthreads();
+    if (warp >= COLUMNS) return;
     sum = warp_sum(tile[lane][warp]);
-    column = blockIdx.x * 32 + warp;
+    column = blockIdx.x * COLUMNS + warp;
     if (lane == 0 && column < columns) out[column] = from_float<S>(accumulate ? to_float(out[column]) + sum : sum);
 }
