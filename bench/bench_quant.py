@@ -1,7 +1,8 @@
 """Weights of Qwen3-8B to narrow formats and back.
 
 Bytes are one read and one write of the codes, the scales and the bfloat16 matrix, which NVFP4 reads
-twice: the scale of a block depends on the largest weight of all.
+twice: the scale of a block depends on the largest weight of all. To codes for products,
+they are a read of the codes and scales, and a byte a weight.
 """
 
 import functools
@@ -29,7 +30,7 @@ def cases() -> Iterator[Case]:
     for name, (outer, inner) in WEIGHTS.items():
         for title, (bits, settings) in FORMATS.items():
             yield from format_cases(f"{title}, {name}", outer, inner, bits, settings)
-        yield mxfp4_case(name, outer, inner)
+        yield from mxfp4_cases(name, outer, inner)
 
 
 def format_cases(
@@ -47,29 +48,40 @@ def format_cases(
         weight = random(outer, inner)
         return lambda: quantize(weight, **settings)
 
-    def product(turned: bool) -> Callable[[], object]:
-        q, scale = quantize(random(outer, inner), **settings), cupy.ones(1, "f4")
-        out = cupy.empty((inner, outer) if turned else (outer, inner), "u1")
-        return lambda: recode(q, scale, out=out, turned=turned)
-
     yield Case(f"dequantize {name}", rotated(back, moved), bytes=moved)
-    if "four over six" not in name:
-        fewest = moved - outer * inner  # codes of 8 bits instead of bfloat16
-        for how, turned in (("recode", False), ("recode turned", True)):
-            make = functools.partial(product, turned)
-            yield Case(f"{how} {name}", rotated(make, fewest), bytes=fewest)
+    if "four over six" not in name:  # which is the same format
+        stored = lambda: quantize(random(outer, inner), **settings)  # noqa: E731
+        yield from recode_cases(name, stored, moved - outer * inner)
     if not settings.get("double_quant"):  # copies its table from the host, which no graph records
         yield Case(f"quantize {name}", rotated(there, dense), bytes=moved + again)
 
 
-def mxfp4_case(name: str, outer: int, inner: int) -> Case:
+def mxfp4_cases(name: str, outer: int, inner: int) -> Iterator[Case]:
     """Random codes, with scales around 1."""
-    moved = int(outer * inner * (2 + MXFP4_BITS / 8))
+    fewest = int(outer * inner * (1 + MXFP4_BITS / 8))
 
-    def back() -> Callable[[], object]:
+    def stored() -> Quantized:
         codes = cupy.random.randint(0, 256, (outer, inner // 2), dtype=cupy.uint8)
         scales = cupy.random.randint(120, 134, (outer, inner // 32), dtype=cupy.uint8)
-        q = Quantized("mxfp4", (outer, inner), (1, 32), codes, scales)
+        return Quantized("mxfp4", (outer, inner), (1, 32), codes, scales)
+
+    def back() -> Callable[[], object]:
+        q = stored()
         return lambda: dequantize(q)
 
-    return Case(f"dequantize mxfp4, {name}", rotated(back, moved), bytes=moved)
+    moved = fewest + outer * inner
+    yield Case(f"dequantize mxfp4, {name}", rotated(back, moved), bytes=moved)
+    yield from recode_cases(f"mxfp4, {name}", stored, fewest)
+
+
+def recode_cases(name: str, stored: Callable[[], Quantized], fewest: int) -> Iterator[Case]:
+    """To codes for either product of FP8."""
+
+    def make(turned: bool) -> Callable[[], object]:
+        q, scale = stored(), cupy.ones(1, "f4")
+        out = cupy.empty(q.shape[::-1] if turned else q.shape, "u1")
+        return lambda: recode(q, scale, out=out, turned=turned)
+
+    for how, turned in (("recode", False), ("recode turned", True)):
+        build = rotated(functools.partial(make, turned), fewest)
+        yield Case(f"{how} {name}", build, bytes=fewest)

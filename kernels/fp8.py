@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float32, UInt8
+from jaxtyping import Float, Float32, UInt8
 
 from surogate.kernels.arrays import (
     BF16,
@@ -370,6 +370,12 @@ def _launch(x: Any, slot: Slot, rows: bool, turned: bool, record: Any, out: Code
     arguments = [other, code, record, x, slot.scale, stride, size, columns]
     SOURCE.launch("fp8_cast_transposed", slot.form.types, tiles, THREADS, arguments)
     return Codes(slot.form, code, other, slot.inverse)
+
+
+def scale_by(x: Float[Array, "rows columns"], slot: Slot) -> None:
+    """Sets the slot's scale by the amax of x, and leaves no other trace."""
+    _check_sizes("scale_by", x.shape)
+    _scale_now(x, slot, keep=False)
 
 
 def _scale_now(x: Any, slot: Slot, *, keep: bool) -> None:

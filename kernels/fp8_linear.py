@@ -20,10 +20,11 @@ launch. With transposed codes it would save no read: the cast that makes both st
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 from jaxtyping import Float
 
-from surogate.kernels.arrays import FROZEN, Array, destination, require
-from surogate.kernels.fp8 import MULTIPLE, Cast, Codes, Slot, fp8_cast
+from surogate.kernels.arrays import F32, FROZEN, Array, destination, empty, require
+from surogate.kernels.fp8 import MULTIPLE, Cast, Codes, Slot, fp8_cast, scale_by
 from surogate.kernels.fp8_matmul import fp8_matmul
 from surogate.kernels.linear import (
     NEEDS_X,
@@ -87,11 +88,15 @@ class Fp8Weight(RecipeWeight):
         ranks: int = 0,
         products: Products = _ALL,
         fast: Products = FAST,
+        turns: bool = False,
         out: "Fp8Weight | None" = None,
     ) -> "Fp8Weight":
         """Casts a weight. It is kept where it is ``trained`` or a product of codes is not wanted;
-        ``ranks`` of an adapter get room for its blocks. The codes are those of ``out``, a weight of
-        the same shape, where given: it loses its own.
+        ``ranks`` of an adapter get room for its blocks.
+
+        ``turns``: there is room for the codes of one direction at a time, which ``restore_`` makes,
+        or whoever knows the weight from its own codes; the scale is set. The room is that of
+        ``out``, a weight of the same shape, where given.
         """
         outer, inner = weight.shape
         require(
@@ -100,8 +105,9 @@ class Fp8Weight(RecipeWeight):
         )
         blocks = Blocks.blank(weight.shape, ranks, weight.dtype, like=weight) if ranks else None
         kept = weight if trained or not (products.forward and products.dgrad) else None
+        make = _room_for if turns else _cast_weight
         codes = None if out is None else (out.forward, out.backward)
-        forward, backward = _cast_weight(weight, slots.weight, codes)
+        forward, backward = make(weight, slots.weight, codes)
         return cls((outer, inner), kept, slots, forward, backward, blocks, trained, products, fast)
 
     @property
@@ -111,7 +117,7 @@ class Fp8Weight(RecipeWeight):
 
     @property
     def nbytes(self) -> int:
-        """Of the codes."""
+        """Of the codes of both directions."""
         return 2 * self.shape[0] * self.shape[1]
 
     def input_cast(self, like: Any, *, keep_x: bool) -> Cast | None:
@@ -147,6 +153,23 @@ def _cast_weight(weight: Any, slot: Slot, out: tuple[Codes, Codes] | None = None
         return forward, fp8_cast(weight, slot, rows=False, turned=True, out=out and out[1])
     both = fp8_cast(weight, slot, turned=True, scaling="tensor", out=out and out[0])
     return both, both
+
+
+def _room_for(weight: Any, slot: Slot, out: tuple[Codes, Codes] | None) -> tuple[Codes, Codes]:
+    """Room for the codes of one direction, named for both; the scale by the amax of the weight."""
+    (outer, inner), row = weight.shape, slot.state.scaling == "row"
+    if not row:
+        scale_by(weight, slot)
+    if out is not None:
+        forward, backward = out
+    else:
+        room = empty((outer, inner), np.uint8, like=weight)
+        scales = [empty(n, F32, like=weight) if row else slot.inverse for n in (outer, inner)]
+        forward = Codes(slot.form, room, None, scales[0])
+        backward = Codes(slot.form, None, room.reshape(inner, outer), scales[1])
+    if row:
+        return forward, backward
+    return forward._replace(inverse=slot.inverse), backward._replace(inverse=slot.inverse)
 
 
 class Fp8LinearResiduals(NamedTuple):

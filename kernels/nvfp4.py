@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import BFloat16, Float32, UInt8, UInt32
+from jaxtyping import BFloat16, Float, Float32, UInt8, UInt32
 
 from surogate.kernels.arrays import (
     BF16,
@@ -144,7 +144,7 @@ class Nvfp4:
 
 
 def nvfp4_amax(
-    x: BFloat16[Array, "tokens columns"], *, signs: int | None = None
+    x: Float[Array, "tokens columns"], *, signs: int | None = None
 ) -> Float32[Array, " one_or_two"]:
     """Returns [max |x|], or with ``signs`` also that of x after the transform along tokens.
 
@@ -164,7 +164,7 @@ def nvfp4_amax(
 
 
 def nvfp4_cast(
-    x: BFloat16[Array, "tokens columns"],
+    x: Float[Array, "tokens columns"],
     amax: Float32[Array, "1"],
     *,
     emulated: bool,
@@ -209,7 +209,7 @@ def nvfp4_cast(
 
 
 def nvfp4_cast_tokens(
-    x: BFloat16[Array, "tokens columns"],
+    x: Float[Array, "tokens columns"],
     amax: Float32[Array, "1"],
     *,
     emulated: bool,
@@ -313,6 +313,8 @@ def nvfp4_ref(
 
 
 def _check(name: str, x: Array) -> tuple[int, int]:
+    """The host takes float32 too."""
+    require(x.dtype == BF16 or not on_device(x), f"{name}: x must be bfloat16, got {describe(x)}")
     require(
         x.shape[1] % BLOCK == 0 and rows_aligned(x),
         f"{name}: x must have columns in multiples of 16, and rows that begin at multiples of 16 "

@@ -7,7 +7,7 @@ formulas are in nvfp4.py.
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import BFloat16, Float, Float32, Int, UInt8, UInt16
+from jaxtyping import Float, Float32, Int, UInt8, UInt16
 
 from surogate.kernels.arrays import BF16, F32, Array
 from surogate.kernels.quant.codes import E2M1, E4M3, codes_of, sum_of_squares, values_of
@@ -90,7 +90,7 @@ def _sums(x: Float[Array, "tokens columns"], signs: int) -> Float[Array, "tokens
     return groups.reshape(x.shape)
 
 
-def amax(x: BFloat16[Array, "tokens columns"], signs: int | None) -> Float32[Array, " one_or_two"]:
+def amax(x: Float[Array, "tokens columns"], signs: int | None) -> Float32[Array, " one_or_two"]:
     """[max |x|], or with ``signs`` also that of x after the transform; NaN and infinity win."""
     most = np.zeros(1 if signs is None else 2, F32)
     wide = x.astype(F32)

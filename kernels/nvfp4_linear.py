@@ -21,7 +21,7 @@ casts adds to it.
 Backward casts x again, by its transformed values: it needs x itself, and keeps nothing else of it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jaxtyping import Float, Float32, UInt32
@@ -107,11 +107,15 @@ class Nvfp4Weight(RecipeWeight):
         ranks: int = 0,
         options: Nvfp4Options = _DEFAULT,
         products: Products = _ALL,
+        turns: bool = False,
         out: "Nvfp4Weight | None" = None,
     ) -> "Nvfp4Weight":
         """Casts a weight. It is kept where it is ``trained`` or a product of casts is not wanted;
-        ``ranks`` of an adapter get room for its blocks. The casts are those of ``out``, a weight of
-        the same shape, where given: it loses its own.
+        ``ranks`` of an adapter get room for its blocks.
+
+        ``turns``: the casts may go when another weight needs their memory, and ``restore_`` makes
+        them again, by the amax that is kept. They lie in that of ``out``, a weight of the same
+        shape, where given.
 
         ``key`` is (seed, step) of random bits, beside the weight, which the caller changes from one
         backward to the next; ``tensor`` tells the weights of a model apart.
@@ -127,8 +131,10 @@ class Nvfp4Weight(RecipeWeight):
         )
         blocks = Blocks.blank(weight.shape, ranks, weight.dtype, like=weight) if ranks else None
         kept = weight if trained or not (products.forward and products.dgrad) else None
-        casts = None if out is None else (out.forward, out.backward)
-        forward, backward = _cast_weight(weight, options, out=casts)
+        if turns:
+            forward, backward = _in_turns(weight, options, out)
+        else:
+            forward, backward = _cast_weight(weight, options, nvfp4_amax(weight))
         draw = Draw(key, tensor)
         return cls(
             (outer, inner), kept, forward, backward, draw, options, blocks, trained, products
@@ -150,30 +156,63 @@ class Nvfp4Weight(RecipeWeight):
     def recast_(self) -> None:
         """Brings the casts up to date with a weight that has changed."""
         assert self.weight is not None, "a frozen weight does not change"
-        self.restore_(self.weight)
+        self.forward.amax[...] = nvfp4_amax(self.weight)
+        casts = (self.forward, self.backward)
+        _cast_weight(self.weight, self.options, self.forward.amax, out=casts)
 
-    def restore_(self, weight: Float[Array, "outer inner"], *, backward: bool = False) -> None:
-        """Writes the casts of ``weight``, which serve both directions."""
-        _cast_weight(weight, self.options, out=(self.forward, self.backward))
+    @property
+    def both_ways(self) -> bool:
+        """Whether one cast serves both directions."""
+        return self.options.square and self.forward.codes is None
+
+    def restore_(self, weight: Float[Array, "outer inner"], *, backward: bool) -> None:
+        """Writes the cast for one direction again, of the weight that was cast."""
+        square = self.options.square
+        if square or not backward:
+            _cast_forward(weight, self.options, self.forward.amax, self.forward)
+        if backward:
+            _cast_backward(weight, self.options, self.forward, self.backward)
 
 
 def _cast_weight(
-    weight: Any, options: Nvfp4Options, *, out: tuple[Nvfp4, Nvfp4] | None = None
+    weight: Any,
+    options: Nvfp4Options,
+    amax: Float32[Array, "1"],
+    *,
+    out: tuple[Nvfp4 | None, Nvfp4 | None] = (None, None),
 ) -> tuple[Nvfp4, Nvfp4]:
     """The casts of W and of W^T, which share an amax."""
-    first, second = out or (None, None)
-    amax = nvfp4_amax(weight)
-    if first is not None:
-        first.amax[...] = amax
-        amax = first.amax
-    settings: Any = {
-        "emulated": emulated_for(weight),
-        "four_over_six": options.four_over_six,
-    }
-    forward = nvfp4_cast(weight, amax, tall=options.square, out=first, **settings)
+    forward = _cast_forward(weight, options, amax, out[0])
+    return forward, _cast_backward(weight, options, forward, out[1])
+
+
+def _cast_forward(weight: Any, options: Nvfp4Options, amax: Any, out: Nvfp4 | None) -> Nvfp4:
+    return nvfp4_cast(weight, amax, tall=options.square, out=out, **_settings(weight, options))
+
+
+def _cast_backward(weight: Any, options: Nvfp4Options, forward: Nvfp4, out: Nvfp4 | None) -> Nvfp4:
+    """``forward`` holds the cast of W where it is ``square``."""
     if options.square:
-        return forward, nvfp4_transpose(forward, out=second)
-    return forward, nvfp4_cast_tokens(weight, amax, signs=None, out=second, **settings)
+        return nvfp4_transpose(forward, out=out)
+    settings = _settings(weight, options)
+    return nvfp4_cast_tokens(weight, forward.amax, signs=None, out=out, **settings)
+
+
+def _settings(weight: Any, options: Nvfp4Options) -> dict[str, Any]:
+    return {"emulated": emulated_for(weight), "four_over_six": options.four_over_six}
+
+
+def _in_turns(weight: Any, options: Nvfp4Options, out: Nvfp4Weight | None) -> tuple[Nvfp4, Nvfp4]:
+    """Casts with an amax of their own, in memory that others have too. Values of both directions
+    are as many and lie alike, so that they take turns; codes do not.
+    """
+    amax = nvfp4_amax(weight)
+    if out is not None:
+        return replace(out.forward, amax=amax), replace(out.backward, amax=amax)
+    if not emulated_for(weight):
+        return _cast_weight(weight, options, amax)
+    forward = _cast_forward(weight, options, amax, None)
+    return forward, nvfp4_transpose(forward)
 
 
 class Nvfp4LinearResiduals(NamedTuple):

@@ -23,23 +23,57 @@ from surogate.kernels.linear import (
 )
 from surogate.kernels.pair import Pair
 from surogate.kernels.quant.quantized import Quantized, dequantize
-from surogate.kernels.widened import Blocks, Widened
+from surogate.kernels.widened import Blocks, Widened, extra_of
 
 
 class Shared:
-    """Memory that one weight at a time is decoded to: a matrix, widened where it has an adapter."""
+    """Memory that one weight at a time is decoded to: a matrix, widened where it has an adapter.
+
+    It is there for the weights that hold it. Without one, it comes when something is decoded, and
+    goes when it is forgotten.
+    """
 
     def __init__(self, shape: tuple[int, int], ranks: int, dtype: Any, *, like: Any) -> None:
-        self.holder: Any = None
-        self.matrix: Any = (
-            Widened.blank(shape, ranks, dtype, like=like)
-            if ranks
-            else empty(shape, dtype, like=like)
-        )
+        self.shape, self.dtype, self.ranks = shape, dtype, ranks
+        self.holder: Any = None  # whose weight the matrix is
+        self.widened = False  # with its adapter
+        self.cast: Any = None  # whose cast lies in the memory that casts of this shape share
+        self._like, self._users = empty(0, dtype, like=like), 0
+        self._matrix: Any = None
+
+    @property
+    def matrix(self) -> Any:
+        """[outer, inner], or a Widened."""
+        if self._matrix is None:
+            shape, ranks, dtype, like = self.shape, self.ranks, self.dtype, self._like
+            self._matrix = (
+                Widened.blank(shape, ranks, dtype, like=like)
+                if ranks
+                else empty(shape, dtype, like=like)
+            )
+        return self._matrix
+
+    @property
+    def nbytes(self) -> int:
+        """Of the matrix; 0 while it is not there."""
+        matrix = self._matrix.rows if isinstance(self._matrix, Widened) else self._matrix
+        return 0 if matrix is None else int(matrix.nbytes)
+
+    def hold(self) -> None:
+        """A weight needs the memory as long as it lives, or until ``release``."""
+        self._users += 1
+        _ = self.matrix
+
+    def release(self) -> None:
+        """A weight that held it does not need it: its products take codes."""
+        self._users -= 1
+        self.forget()
 
     def forget(self) -> None:
         """Whatever comes next decodes its weight."""
-        self.holder = None
+        self.holder = self.cast = None
+        if not self._users:
+            self._matrix = None
 
 
 class Piece(NamedTuple):
@@ -60,23 +94,23 @@ class QuantizedWeight(RecipeWeight):
 
     @classmethod
     def of(cls, pieces: tuple[Quantized, ...], shared: Shared) -> "QuantizedWeight":
-        """Stacks pieces. Raises ValueError when they are not of the width of ``shared``."""
+        """Stacks pieces, and holds ``shared``. Raises ValueError when they are not of its width."""
         shape = (sum(q.shape[0] for q in pieces), pieces[0].shape[1])
         require(
-            shape == shared.matrix.shape and all(q.shape[1] == shape[1] for q in pieces),
+            shape == shared.shape and all(q.shape[1] == shape[1] for q in pieces),
             f"QuantizedWeight: pieces of {[q.shape for q in pieces]} do not stack to "
-            f"{shared.matrix.shape}",
+            f"{shared.shape}",
         )
-        blocks, matrix = None, shared.matrix
-        if isinstance(matrix, Widened):
-            blocks = Blocks.blank(shape, matrix.extra, matrix.dtype, like=matrix.rows)
+        blocks, codes = None, pieces[0].codes
+        if shared.ranks:
+            blocks = Blocks.blank(shape, shared.ranks, shared.dtype, like=codes)
+        shared.hold()
         return cls(shape, stacked(pieces), shared, blocks)
 
     @property
     def extra(self) -> int:
         """Columns that an input needs behind it, for an adapter."""
-        matrix = self.shared.matrix
-        return matrix.extra if isinstance(matrix, Widened) else 0
+        return extra_of(self.shared.ranks)
 
     @property
     def stored(self) -> Array:
@@ -90,21 +124,28 @@ class QuantizedWeight(RecipeWeight):
     def decoded(self) -> Any:
         """What linear multiplies with, in the shared memory."""
         shared, matrix = self.shared, self.shared.matrix
-        if shared.holder is self:
-            return matrix
-        decode_(self.pieces, matrix.weight if isinstance(matrix, Widened) else matrix)
-        if self.blocks is not None:
+        self.alone()
+        if self.blocks is not None and not shared.widened:
             matrix.down[...], matrix.up[...] = self.blocks.down, self.blocks.up
-        shared.holder = self
+            shared.widened = True
         return matrix
 
-    def plain(self) -> Array:
-        """The weight alone, in the shared memory."""
+    def alone(self) -> Array:
+        """The weight without its adapter, in the shared memory: between two calls of
+        ``Shared.forget`` it is decoded once, until another weight takes its place.
+        """
         shared, matrix = self.shared, self.shared.matrix
-        shared.forget()
         out: Array = matrix.weight if isinstance(matrix, Widened) else matrix
-        decode_(self.pieces, out)
+        if shared.holder is not self:
+            shared.holder = None  # should decoding fail
+            decode_(self.pieces, out)
+            shared.holder, shared.widened = self, False
         return out
+
+    def plain(self) -> Array:
+        """The same, decoded anew, for whoever does not know what else used the memory."""
+        self.shared.forget()
+        return self.alone()
 
 
 def stacked(pieces: tuple[Quantized, ...]) -> tuple[Piece, ...]:

@@ -1,10 +1,11 @@
 """linear (see linear.py) of a weight that is stored in one narrow format and multiplied in another:
 QLoRA with the products of a recipe.
 
-Before each product the weight is decoded to the compute type (quantized_linear.py) and cast for
-that product's direction (fp8_linear.py, nvfp4_linear.py), into memory that weights of one shape
-share. For a product of 8-bit codes both are one pass (quant/recode.py), where the sizes allow it.
-The numbers are those of the recipe on the decoded weight.
+Before each product the weight becomes what the product takes in that direction, in memory that
+weights of one shape share. For a product of 8-bit codes at one scale that is one pass from codes to
+codes (quant/recode.py), where the sizes allow it. Else the weight is decoded to the compute type
+(quantized_linear.py) and cast (fp8_linear.py, nvfp4_linear.py). The numbers are those of the recipe
+on the decoded weight; as it is frozen, the amax of a tensor is taken once.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +33,9 @@ class StoredCast(RecipeWeight):
 
     @classmethod
     def of(cls, source: QuantizedWeight, cast: Fp8Weight | Nvfp4Weight) -> "StoredCast":
-        """``cast`` is that of ``source.plain()``, whose adapter is the source's."""
+        """``cast`` is that of ``source.plain()``, in turns with others. The adapter is the
+        source's.
+        """
         return cls(source.shape, source, replace(cast, blocks=source.blocks), source.blocks)
 
     @property
@@ -50,23 +53,38 @@ class StoredCast(RecipeWeight):
     def gradient_cast(self, like: Any) -> Cast | None:
         return self.cast.gradient_cast(like)
 
-    def ready(self, *, backward: bool) -> Fp8Weight | Nvfp4Weight:
-        """What a direction's product multiplies with, until another weight needs the memory."""
-        products = self.cast.products
-        wanted = products.dgrad if backward else products.forward
-        if wanted and self._recodable():
-            self._recode_(backward)
-            return self.cast
-        weight = self.source.plain()
-        if wanted:
-            self.cast.restore_(weight, backward=backward)
-        return self.cast
-
-    def _recodable(self) -> bool:
-        """Row scaling needs the amax of each row; its casts read what was decoded."""
+    @property
+    def recodes(self) -> bool:
+        """Whether a product of codes takes them without the decoded weight. Row scaling needs the
+        amax of each row; its casts read what was decoded.
+        """
         if not isinstance(self.cast, Fp8Weight) or self.cast.slots.weight.state.scaling == "row":
             return False
         return all(recodable(quantized) for _, quantized in self.source.pieces)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether any product needs the decoded weight."""
+        products = self.cast.products
+        return not (self.recodes and products.forward and products.dgrad)
+
+    def ready(self, *, backward: bool) -> Fp8Weight | Nvfp4Weight:
+        """What a direction's product multiplies with, until another weight needs the memory."""
+        cast, shared, products = self.cast, self.source.shared, self.cast.products
+        if not (products.dgrad if backward else products.forward):
+            self.source.alone()  # in cast.weight
+            return cast
+        both_ways = isinstance(cast, Nvfp4Weight) and cast.both_ways
+        made = (self, backward and not both_ways)
+        if shared.cast == made:
+            return cast
+        shared.cast = None  # should casting fail
+        if self.recodes:
+            self._recode_(backward)
+        else:
+            cast.restore_(self.source.alone(), backward=backward)
+        shared.cast = made
+        return cast
 
     def _recode_(self, backward: bool) -> None:
         assert isinstance(self.cast, Fp8Weight)
@@ -90,9 +108,11 @@ def _fwd(x: Array, weight: StoredCast, *arrays: Any, **settings: Any) -> tuple[A
     return y, res._replace(weight=weight)
 
 
-def _bwd(res: Any, dy: Array, *, into: LinearInto, **options: Any) -> Any:
-    weight = res.weight.ready(backward=True)
-    return weight.linear.bwd(res._replace(weight=weight), dy, into=into, **options)
+def _bwd(res: Any, dy: Array, *, into: LinearInto, need_dx: bool = True, **options: Any) -> Any:
+    stored: StoredCast = res.weight
+    weight = stored.ready(backward=True) if need_dx else stored.cast
+    res = res._replace(weight=weight)
+    return weight.linear.bwd(res, dy, into=into, need_dx=need_dx, **options)
 
 
 def _residuals(x: Array, weight: StoredCast, *arrays: Any, **settings: Any) -> Any:

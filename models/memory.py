@@ -27,6 +27,7 @@ from surogate.models.optimizer_memory import state_arrays, table_bytes, update
 from surogate.models.pool import Pool, taken
 from surogate.models.recipe import Fp8Options, Storage
 from surogate.models.walk import BYTE, INT32, Layout, Matrix, Shape, Walk, Work
+from surogate.models.walk_recipes import decodes
 
 F64, INT64 = np.dtype(np.float64), np.dtype(np.int64)
 # The CUDA context, machine code of our kernels and of the libraries' that ran, and recorded graphs.
@@ -139,10 +140,10 @@ def weight_arrays(walk: Walk) -> Iterator[int]:
         for w in matrices:
             yield from _matrix_arrays(layout, w)
     for matrices in zip(*walk.of, strict=True):
-        if any(w.stored for w in matrices):  # what they are decoded to, one after another
+        if any(map(decodes, matrices)):  # what they are decoded to, one after another
             yield _wide(layout, matrices[0])
         cast = next((w for w in matrices if w.stored and (w.fp8 or w.nvfp4)), None)
-        if cast is not None:  # and cast to
+        if cast is not None:  # and cast to, in one direction at a time
             yield from _cast_arrays(layout, cast)
 
 
@@ -156,6 +157,8 @@ def _matrix_arrays(layout: Layout, w: Matrix) -> Iterator[int]:
     if w.stored is not None:
         for rows in w.pieces:
             yield from (layout.bytes(*each) for each in _stored_arrays(w.stored, rows, w.inner))
+        if w.nvfp4 is not None:
+            yield layout.bytes((1,), F32)
         return
     assert recipe is not None
     if w.trained or not (recipe.scope.products.forward and recipe.scope.products.dgrad):
@@ -164,14 +167,16 @@ def _matrix_arrays(layout: Layout, w: Matrix) -> Iterator[int]:
 
 
 def _cast_arrays(layout: Layout, w: Matrix) -> Iterator[int]:
-    if w.fp8 is not None:  # both matrices of codes, and the scales of rows
-        yield from 2 * [layout.bytes((w.outer, w.inner), BYTE)]
+    """Both directions of a weight; of stored ones, which take turns, one."""
+    if w.fp8 is not None:  # codes, and the scales of rows
+        yield from (1 if w.stored else 2) * [layout.bytes((w.outer, w.inner), BYTE)]
         scales = (w.outer, w.inner) if w.fp8.scaling == "row" else ()
         yield from (layout.bytes((n,), F32) for n in scales)
     if w.nvfp4 is not None:  # values, and those for the other product where they differ
-        values = layout.bytes((w.outer, w.inner))
-        yield from [values] if w.nvfp4.options.square else [values, values]
-        yield layout.bytes((1,), F32)
+        values, same = layout.bytes((w.outer, w.inner)), w.stored or w.nvfp4.options.square
+        yield from [values] if same else [values, values]
+        if not w.stored:  # each has its own amax
+            yield layout.bytes((1,), F32)
 
 
 def _wide(layout: Layout, w: Matrix) -> int:

@@ -78,7 +78,7 @@ class Recipe:
         return wide
 
     def stores(self, path: str, leaf: Any) -> bool:
-        """Whether ``frozen``'s put keeps a leaf in codes that are decoded before each product."""
+        """Whether ``frozen``'s put keeps a leaf in codes."""
         return False
 
     def trained(self, model: Model) -> Model:
@@ -139,10 +139,10 @@ class CastRecipe(Recipe):
         self._shared: dict[str, Any] = {}  # by field: casts that stored weights take turns in
 
     def _weight(
-        self, path: str, leaf: Array, *, trained: bool, ranks: int = 0, out: Any = None
+        self, path: str, leaf: Array, *, trained: bool, ranks: int = 0, **turns: Any
     ) -> Any:
-        """The cast of the matrix at a path, with room for an adapter of so many ranks, or in the
-        memory of another.
+        """The cast of the matrix at a path, with room for an adapter of so many ranks. ``turns``:
+        in memory that casts of a shape take turns in, which is that of ``out`` (a cast or None).
         """
         raise AssertionError("each recipe has its own")
 
@@ -163,9 +163,13 @@ class CastRecipe(Recipe):
     def _stored(self, path: str, source: Any) -> StoredCast:
         """A cast of what the recipe below made, a QuantizedWeight."""
         field = path.rsplit(".", 1)[-1]
-        cast = self._weight(path, source.plain(), trained=False, out=self._shared.get(field))
+        settings: Any = {"trained": False, "turns": True, "out": self._shared.get(field)}
+        cast = self._weight(path, source.plain(), **settings)
         self._shared[field] = cast
-        return StoredCast.of(source, cast)
+        stored = StoredCast.of(source, cast)
+        if not stored.decodes:
+            source.shared.release()
+        return stored
 
     def begin(self) -> None:
         self._storing.begin()
@@ -236,7 +240,7 @@ class Fp8Recipe(CastRecipe):
         return Slots(*(self.state.slot(first + i, form) for i, form in enumerate(forms)))
 
     def _weight(
-        self, path: str, leaf: Array, *, trained: bool, ranks: int = 0, out: Any = None
+        self, path: str, leaf: Array, *, trained: bool, ranks: int = 0, **turns: Any
     ) -> Fp8Weight:
         return Fp8Weight.of(
             leaf,
@@ -245,7 +249,7 @@ class Fp8Recipe(CastRecipe):
             ranks=ranks,
             products=self._options.scope.products,
             fast=self._options.fast,
-            out=out,
+            **turns,
         )
 
     @property
@@ -320,7 +324,7 @@ class Nvfp4Recipe(CastRecipe):
         return [*self._storing.facts(), f"nvfp4: {', '.join(parts)}"]
 
     def _weight(
-        self, path: str, leaf: Array, *, trained: bool, ranks: int = 0, out: Any = None
+        self, path: str, leaf: Array, *, trained: bool, ranks: int = 0, **turns: Any
     ) -> Nvfp4Weight:
         return Nvfp4Weight.of(
             leaf,
@@ -330,7 +334,7 @@ class Nvfp4Recipe(CastRecipe):
             ranks=ranks,
             options=self._settings.options,
             products=self._settings.scope.products,
-            out=out,
+            **turns,
         )
 
     def draw_(self) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 
 from surogate.kernels.arrays import F32
 from surogate.kernels.nvfp4 import TOKENS
+from surogate.kernels.quant.recode import sizes_fit
 from surogate.models.recipe import Fp8Options, Nvfp4Settings
 
 if TYPE_CHECKING:
@@ -14,17 +15,21 @@ if TYPE_CHECKING:
 BYTE = np.dtype(np.uint8)
 
 
+def decodes(w: "Matrix") -> bool:
+    """Whether a product multiplies with, or casts, the decoded matrix: see StoredCast."""
+    fp8 = w.fp8
+    if w.stored is None or fp8 is None:
+        return w.stored is not None
+    fits = fp8.scaling != "row" and all(sizes_fit(rows, w.inner) for rows in w.pieces)
+    return not (fits and fp8.scope.products.forward and fp8.scope.products.dgrad)
+
+
 def stored_cast(ledger: "Ledger", w: "Matrix", *, backward: bool) -> None:
-    """What it takes to cast a weight that was decoded, beside the memory that such casts share."""
-    recipe = w.fp8 or w.nvfp4
-    if not w.stored or recipe is None:
-        return
-    products = recipe.scope.products
-    if not (products.dgrad if backward else products.forward):
-        return
-    if w.nvfp4:
-        ledger.scratch(1, dtype=F32)
-    elif backward and w.fp8 and w.fp8.scaling == "row":
+    """What it takes to cast a weight that was decoded, beside the memory that such casts share: row
+    scaling turns it round first.
+    """
+    fp8 = w.fp8
+    if w.stored and backward and fp8 and fp8.scaling == "row" and fp8.scope.products.dgrad:
         ledger.scratch(w.inner, w.outer)
 
 

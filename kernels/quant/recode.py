@@ -5,8 +5,6 @@
 These are the bits of ``dequantize`` and then fp8.py's cast with a known scale.
 """
 
-from typing import Any
-
 import numpy as np
 from jaxtyping import Float32, UInt8
 
@@ -16,19 +14,29 @@ from surogate.kernels.nvrtc import THREADS, Source
 from surogate.kernels.quant.quantized import check_quantized, dequantize, kind_of
 from surogate.kernels.quant.storage import Quantized, blocks_of
 
-COLUMNS, ROWS = 16, 4  # of a thread of recode_rows, as in quant_recode.cu
-TILE = 128  # rows and columns of a block of recode_turned
-_KINDS: list[tuple[str, ...]] = [
-    (kind,) for kind in ("FP8", "NF4Plain", "NF4Double", "NVFP4", "MXFP4")
-]
-SOURCE = Source("quant_recode", {"recode_rows": _KINDS, "recode_turned": _KINDS})
+TILE, SHARED = 128, 64  # of quant_recode.cu: rows and columns of a block; columns of a table of NF4
+_NF4 = ("NF4Plain", "NF4Double")
+SOURCE = Source(
+    "quant_recode",
+    {
+        "recode": [
+            (kind, share, turned)
+            for kind in ("FP8", *_NF4, "NVFP4", "MXFP4")
+            for share in (("true", "false") if kind in _NF4 else ("false",))
+            for turned in ("true", "false")
+        ]
+    },
+)
+
+
+def sizes_fit(rows: int, columns: int) -> bool:
+    """Whether ``recode`` takes matrices of such a shape."""
+    return rows % MULTIPLE == 0 and columns % MULTIPLE == 0 and rows * columns < 1 << 32
 
 
 def recodable(q: Quantized) -> bool:
     """Whether ``recode`` takes it: sizes in multiples of 16, codes from an address of 16 bytes."""
-    rows, columns = q.shape
-    whole = rows % MULTIPLE == 0 and columns % MULTIPLE == 0 and q.size < 1 << 32
-    return whole and (not on_device(q.codes) or aligned(q.codes))
+    return sizes_fit(*q.shape) and (not on_device(q.codes) or aligned(q.codes))
 
 
 def recode(
@@ -72,18 +80,10 @@ def _launch(q: Quantized, scale: Array, out: Array, turned: bool) -> None:
     second, table, offset, nested_block = q.tensor_scale, None, None, 1
     if nested is not None:
         second, table, offset, nested_block = nested
+    share = q.format == "nf4" and columns % SHARED == 0 and q.block[1] >= SHARED
     logarithms = [side.bit_length() - 1 for side in (*q.block, nested_block)]
-    arguments: list[Any] = [out, q.codes, q.scales, second, table, offset, scale, *logarithms]
-    arguments += [np.uint32(rows), np.uint32(columns)]
-    types = (kind_of(q),)
-    if turned:
-        tiles = (blocks_of(rows, TILE), blocks_of(columns, TILE))
-        pitch = np.int64(out.strides[0])
-        SOURCE.launch("recode_turned", types, tiles, THREADS, [*arguments, pitch])
-        return
-    across = 32
-    while across < THREADS and across * COLUMNS < columns:
-        across *= 2
-    down = THREADS // across
-    grid = blocks_of(rows, down * ROWS), blocks_of(columns, across * COLUMNS)
-    SOURCE.launch("recode_rows", types, grid, (across, down), arguments)
+    sizes = [np.uint32(rows), np.uint32(columns), np.int64(out.strides[0])]
+    arguments = [out, q.codes, q.scales, second, table, offset, scale, *logarithms, *sizes]
+    types = (kind_of(q), "true" if share else "false", "true" if turned else "false")
+    tiles = (blocks_of(columns, TILE), blocks_of(rows, TILE))
+    SOURCE.launch("recode", types, tiles, THREADS, arguments)

@@ -265,6 +265,25 @@ def test_a_micro_batch_of_a_recipe_on_stored_weights_is_exact(card, recipe, targ
     check_micro_batch(card, work._replace(tokens=208, longest=104))
 
 
+@pytest.mark.parametrize("targets", [ALL, SOME])
+@pytest.mark.parametrize(
+    "recipe",
+    [None, Fp8Options(), Fp8Options(scaling="row"), FEW, Nvfp4Settings(), FEW4],
+    ids=["bf16", "fp8", "fp8 by row", "fp8 in part", "nvfp4", "nvfp4 in part"],
+)
+def test_what_stored_weights_take_is_exact(card, recipe, targets):
+    stored = Storage("fp8", 64)
+    work = work_of(TWO, targets, CARD, "none", None, recipe and recipe._replace(storage=stored))
+    work = work._replace(recipe=work.recipe or stored)
+    recipe, put = recipe_of(work), lambda path, array: array
+    room = making_room(put, work.config, work.lora)
+    before = card.live
+    model = init_model(work.config, 0, BF16, put=recipe.frozen(put, room, work.lora))
+    gc.collect()
+    vectors = [leaf for leaf in tree.leaves(model) if len(leaf.shape) == 1]  # not tracked
+    assert card.live - before == sum(weight_arrays(Walk(work))) - held(vectors)
+
+
 def check_micro_batch(card: Tracker, work: Work) -> None:
     step, walk = step_of(work), Walk(work)
     kept, peaks = walk.micro(), walk.ledger.peaks
