@@ -5,6 +5,7 @@ The training loop and the memory plan both ask here, so that a plan is of the ru
 
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from surogate.config import Config
@@ -95,6 +96,15 @@ def check_quantized(config: Config, model: ModelConfig) -> None:
     for name in ("qlora_fp8", "qlora_fp4", "qlora_bnb"):
         if getattr(config, name):
             raise UserError(f"{what}, and stay so; set {name} = false, or use the bf16 model")
+
+
+def after_recipe(config: Config) -> Config | None:
+    """The configuration of the steps after ``recipe_until``: bf16 products, as in the last steps of
+    arXiv 2509.25149. None where there are no such steps.
+    """
+    if config.recipe == "bf16" or config.recipe_until == 1:
+        return None
+    return msgspec.structs.replace(config, recipe="bf16")
 
 
 def precision_of(config: Config, model: ModelConfig) -> Precision | None:

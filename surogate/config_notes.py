@@ -44,6 +44,7 @@ def without_effect(config: Config) -> list[Note]:
         "normuon_beta2": no_normuon,
         "normuon_cautious_wd": no_normuon or no_decay,
         "moment_dtype": config.optimizer == "adamw_8bit" and "optimizer = adamw_8bit",
+        "recipe_until": no_recipe,
         "skip_quant_first_layers": no_recipe,
         "skip_quant_last_layers": no_recipe,
         "skip_quant_modules": no_recipe,

@@ -135,6 +135,14 @@ class Evaluator:
         self._config, self._rows, self._sources, self._step = config, rows, sources, step
         self.history = list(history)
 
+    def let_go(self) -> None:
+        """Holds no step, until it is told to ``turn_to`` another."""
+        del self._sources, self._step
+
+    def turn_to(self, sources: Sources, step: TrainStep) -> None:
+        """Evaluates another step from here on."""
+        self._sources, self._step = sources, step
+
     def measure(self, step: int, epoch: float, asked: Callable[[], object]) -> EvalRecord | None:
         """Evaluates the rows, if there are any, and remembers the loss."""
         if self._rows is None:

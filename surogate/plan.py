@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from surogate.choices import optimizer_of, options_of, precision_of
+from surogate.choices import after_recipe, optimizer_of, options_of, precision_of
 from surogate.config import Config
 from surogate.device import COMPUTE, choose_device
 from surogate.errors import UserError
@@ -59,8 +59,15 @@ class Plan(NamedTuple):
 
 
 def predict(config: Config, model: ModelConfig, kind: Kind, free: int | None = None) -> Plan:
-    """The plan of a run of ``config`` on a device of ``kind`` with ``free`` bytes."""
+    """The plan of a run of ``config`` on a device of ``kind`` with ``free`` bytes. Where a recipe
+    ends before the run does, it is that of the steps that take more.
+    """
     config = settled(config, model, kind, free)
+    plans = [_predict(each, model, kind, free) for each in (config, after_recipe(config)) if each]
+    return max(plans, key=lambda plan: plan.memory.total)
+
+
+def _predict(config: Config, model: ModelConfig, kind: Kind, free: int | None) -> Plan:
     compute = COMPUTE[kind]
     options, rule = options_of(config, kind, compute), optimizer_of(config)
     optimizer = adamw_of(rule)

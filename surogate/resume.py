@@ -12,11 +12,12 @@ micro-batches: the same gradients, added up in another order.
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from surogate import checkpoint as checkpoints
 from surogate.checkpoint import Checkpoint, Saved
@@ -88,12 +89,43 @@ def state_of(step: TrainStep, done: int, config: Config, sources: Mapping[str, A
 
 def take_(step: TrainStep, saved: Saved) -> None:
     """Writes a checkpoint's arrays into a step's."""
+    take_trained_(step, saved)
     state = {**state_to_named(step.state), **step.recipe.named()}
-    for file, arrays in (
-        (checkpoints.TRAINED, dict(named_leaves(step.trainable))),
-        (checkpoints.OPTIMIZER, state),
-    ):
-        checkpoints.fill_(saved.path / file, arrays, put=step.device.put)
+    checkpoints.fill_(saved.path / checkpoints.OPTIMIZER, state, put=step.device.put)
     step.state = step.state._replace(step=int(state[STEP]))
     step.recipe.loaded_()
+
+
+def take_trained_(step: TrainStep, saved: Saved) -> None:
+    """The same of what is trained alone."""
+    trained = dict(named_leaves(step.trainable))
+    checkpoints.fill_(saved.path / checkpoints.TRAINED, trained, put=step.device.put)
+    step.recipe.loaded_()
     step.refresh()
+
+
+def carried(step: TrainStep) -> Callable[[TrainStep], None]:
+    """What a step has trained and its optimizer remembers, copied to the host: a function that
+    writes it into a step of the same parameters, whatever recipe that has.
+    """
+    step.settle()
+    kept = [{name: _copy(x) for name, x in arrays.items()} for arrays in _arrays(step)]
+
+    def give_(other: TrainStep) -> None:
+        for arrays, copies in zip(_arrays(other), kept, strict=True):
+            assert arrays.keys() == copies.keys()
+            for name, array in arrays.items():
+                array[...] = copies[name] if name == STEP else other.device.put(copies[name])
+        other.state = other.state._replace(step=int(kept[1][STEP]))
+        other.recipe.loaded_()
+        other.refresh()
+
+    return give_
+
+
+def _arrays(step: TrainStep) -> tuple[dict[str, Any], dict[str, Any]]:
+    return dict(named_leaves(step.trainable)), dict(state_to_named(step.state))
+
+
+def _copy(x: Any) -> np.ndarray:
+    return x.copy() if isinstance(x, np.ndarray) else x.get()

@@ -238,6 +238,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             also={"fp8-hybrid": "fp8_hybrid", "fp8": "fp8_hybrid", "fp4-nvfp4": "nvfp4"},
         ),
     ] = "bf16"
+    recipe_until: Annotated[
+        float,
+        Meta(gt=0, le=1),
+        key("Share of the steps that the recipe computes; the products of those after are bf16"),
+    ] = 1.0
     skip_quant_first_layers: Annotated[
         int, Meta(ge=0), key("First layers that the recipe leaves in bf16")
     ] = 0

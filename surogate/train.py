@@ -9,6 +9,7 @@ signal's number; before the first step and after the last they end it at once.
 """
 
 import contextlib
+import gc
 import importlib.metadata
 import math
 import platform
@@ -23,7 +24,7 @@ import numpy as np
 from surogate import __version__, resume
 from surogate import checkpoint as checkpoints
 from surogate.card import card_of
-from surogate.choices import optimizer_of, options_of
+from surogate.choices import after_recipe, optimizer_of, options_of
 from surogate.config import Config, config_to_dict, ignored
 from surogate.data.loader import Loader, Prefetch
 from surogate.device import Device, choose_device
@@ -33,6 +34,7 @@ from surogate.export import Export
 from surogate.light import Light
 from surogate.models.blocks import Settings
 from surogate.models.config import ModelConfig
+from surogate.models.recipe import Recipe
 from surogate.optim.schedule import Schedule
 from surogate.plan import in_words, place_of, settled
 from surogate.report import Reporter, StepRecord
@@ -106,14 +108,15 @@ class Run:
         )
         self.total = total_steps(config, self.loader.batches_per_epoch)
         self.schedule = schedule(config, self.total)
-        self.sources = load_sources(config, directory, model_config, device)
+        self.done = 0 if saved is None else saved.step
+        now = self._now()
+        self.sources = load_sources(now, directory, model_config, device)
         _say(*self.sources.facts())
         if config.lora_init == "error" and config.lora and saved is None:
             self.sources, line = begin_at_error(config, self.sources, self.loader, device)
             _say(line)
         self.fingerprints = {"training rows": self.rows.fingerprint, **self.sources.fingerprints()}
-        self.step = train_step(config, device, self.sources)
-        self.done = 0
+        self.step = train_step(now, device, self.sources)
         self.resumed = saved is not None
         if saved is not None:
             self._resume(saved)
@@ -121,7 +124,7 @@ class Run:
         self.evaluator = Evaluator(config, self.rows.evaluation, self.sources, self.step, past)
         self.early = self.evaluator.over()
         self.evaluated = past[-1][0] if past else 0
-        self.light = Light(device, model_config, config)
+        self.light = Light(device, model_config, now)
         self.unusable = self.left_out = 0  # updates: in a row at the end, in all
         self.tainted = False  # the last update's loss or gradient was not finite
         self.saver = Saver(device, background=config.async_save, say=_say)
@@ -193,10 +196,13 @@ class Run:
                 self.done += 1
                 due_save = self.done % config.save_steps == 0
                 due_evaluation = self.done % config.eval_steps == 0
+                recipe_ends = self.done == self._last_of_recipe() < self.total
                 # A card computes this step while the host reports the one before it.
-                if self.device.kind == "cpu" or due_save or due_evaluation:
+                if self.device.kind == "cpu" or due_save or due_evaluation or recipe_ends:
                     self._report(pending)
                     pending = None
+                if recipe_ends:
+                    self._leave_recipe()
                 if due_save:
                     self._save(self.directory, keep=config.save_total_limit)
                     saved = self.done
@@ -208,6 +214,47 @@ class Run:
             self._save(self.directory, keep=config.save_total_limit)
         if self.done == self.total:
             self._evaluate()
+
+    def _last_of_recipe(self) -> int:
+        """The last step whose products the recipe computes."""
+        if after_recipe(self.config) is None:
+            return self.total
+        return math.ceil(self.config.recipe_until * self.total - 1e-9)
+
+    def _now(self) -> Config:
+        """The configuration of the next step."""
+        later = after_recipe(self.config)
+        return self.config if later is None or self.done < self._last_of_recipe() else later
+
+    def _leave_recipe(self) -> None:
+        """Goes on with bf16 products: a step of its own, over the weights and the optimizer's state
+        as they are. Frozen weights that the recipe kept as codes alone are read again.
+        """
+        config, sources, device = self._now(), self.sources, self.device
+        self.reporter.message(f"step {self.done}: products in bf16 from here on (recipe_until)")
+        self.saver.wait()  # it reads arrays that go
+        give_ = resume.carried(self.step)
+        del self.step, self.sources
+        self.evaluator.let_go()
+        if config.lora:
+            directory, model_config = sources.directory, sources.model_config
+            del sources
+            self._release()
+            sources = load_sources(config, directory, model_config, device)
+        else:
+            sources = sources._replace(recipe=Recipe())
+            self._release()
+        self.sources, self.step = sources, train_step(config, device, sources)
+        give_(self.step)
+        self.fingerprints |= sources.fingerprints()
+        self.evaluator.turn_to(self.sources, self.step)
+        self.light = Light(device, sources.model_config, config)
+
+    def _release(self) -> None:
+        """Gives back what nothing holds any more."""
+        gc.collect()
+        if self.device.kind == "cuda":
+            self.device.library.get_default_memory_pool().free_all_blocks()
 
     def _launch(self, batches: Prefetch) -> Launched:
         """Starts the next update."""
@@ -326,7 +373,6 @@ class Run:
         now = self.fingerprints | self._place(saved.step)
         resume.refuse(saved, checkpoints.changes(saved.sources, now))
         resume.take_(self.step, saved)
-        self.done = saved.step
 
     def _take_best(self) -> None:
         """Takes the state of the lowest evaluation loss over, for the export."""
@@ -335,7 +381,7 @@ class Run:
             self.reporter.message("no evaluation loss was finite: the last weights are exported")
             return
         if saved.step != self.done:
-            resume.take_(self.step, saved)
+            resume.take_trained_(self.step, saved)
         self.reporter.message(f"the weights of step {saved.step}, the best, are exported")
 
     def _facts(self) -> list[str]:
@@ -346,6 +392,8 @@ class Run:
             f"({self._epoch(self.total):.2f} epochs), to {self.directory}",
             self.light.fact(),
         ]
+        if self.done < (last := self._last_of_recipe()) < self.total:
+            facts.append(f"recipe = {config.recipe} until step {last}, then products in bf16")
         if not self.done:
             return facts
         place = self._place(self.done)

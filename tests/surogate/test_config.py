@@ -80,6 +80,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "lmhead_chunks": (4, {}),
     "auto_lmhead_chunks": (False, {}),
     "recipe": ("fp8_hybrid", {}),
+    "recipe_until": (0.5, FP8),
     "skip_quant_first_layers": (1, FP8),
     "skip_quant_last_layers": (1, FP8),
     "skip_quant_modules": (["o_proj"], FP8),

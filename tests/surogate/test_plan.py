@@ -73,6 +73,20 @@ def show(config: Config, capsys) -> str:
     return capsys.readouterr().out
 
 
+def test_a_recipe_that_ends_has_room_for_both_kinds_of_steps(make):
+    def total(**settings: Any) -> int:
+        config = make(model="four layers", recompute="none", **settings)
+        return predict(config, find_model(config)[0], "cuda").memory.total
+
+    for settings in (
+        {"recipe": "nvfp4"},
+        {"lora": True, "qlora_bnb": True, "recipe": "fp8_hybrid"},
+    ):
+        before, after = total(**settings), total(**settings | {"recipe": "bf16"})
+        assert before != after
+        assert total(**settings, recipe_until=0.5) == max(before, after)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

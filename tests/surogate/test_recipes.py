@@ -133,6 +133,53 @@ def test_goes_on_from_a_checkpoint_bit_for_bit(
     assert (Path(out) / file).read_bytes() == (Path(f"{out}-whole") / file).read_bytes()
 
 
+ENDING: dict[str, Any] = {"recipe_until": 0.5, "lr_scheduler_type": "constant"}  # after 3 of 6
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [FP8, FP8 | {"lora": True}, NVFP4["nvfp4"] | STORED["nf4"] | {"lora": True}],
+    ids=["fp8", "fp8 lora", "nvfp4 of nf4"],
+)
+def test_a_recipe_ends_and_a_run_goes_on_around_it(
+    folder: Path, out: str, settings: dict[str, Any]
+) -> None:
+    settings = settings | ENDING
+    common: dict[str, Any] = {"save_steps": 1, "save_total_limit": 9, "eval_steps": 3}
+    records = train(folder, output_dir=out, **settings, **common)
+    always = train(folder, output_dir=f"{out}-always", **settings | {"recipe_until": 1.0})
+    same = [a == b for a, b in zip(steps(records), steps(always), strict=True)]
+    assert same == [True, True, True, False, False, False]
+    texts = [r["text"] for r in records if "text" in r]
+    assert "step 3: products in bf16 from here on (recipe_until)" in texts
+    file = "adapter_model.safetensors" if settings.get("lora") else "model.safetensors"
+    want = (Path(out) / file).read_bytes()
+    for last in (2, 3, 5):  # before, where it ends, after
+        for path in Path(out).glob("step_*"):
+            if int(path.name[-8:]) > last:
+                shutil.rmtree(path)
+        again = train(folder, output_dir=out, **settings, **common)
+        assert steps(again)[-1] == steps(records)[-1]
+        assert (Path(out) / file).read_bytes() == want
+    state = load_file(Path(out) / "step_00000003" / "optimizer.safetensors")
+    assert not [name for name in state if name.startswith(("fp8.", "nvfp4."))]
+
+
+def test_evaluations_after_a_recipe_are_those_of_the_exported_model(folder: Path, out: str) -> None:
+    """Whoever loads it computes without the recipe."""
+    short = {"max_steps": 3, "eval_steps": 3, "lr_scheduler_type": "constant", **FP8}
+    train(folder, output_dir=f"{out}-short", **short)
+    ending = train(folder, output_dir=out, **short | ENDING | {"max_steps": 6})
+    still = {"model": f"{out}-short", "learning_rate": 0.0, "max_steps": 1, "recipe": "bf16"}
+    exported = train(folder, output_dir=f"{out}-exported", **still)
+
+    def losses(records: list[dict[str, Any]]) -> list[float]:
+        return [r["loss"] for r in records if r["log"] == "eval"]
+
+    in_recipe = losses(train(folder, output_dir=f"{out}-always", **short))
+    assert losses(ending)[0] == losses(exported)[0] != in_recipe[0]
+
+
 def test_an_evaluation_does_not_touch_the_scales(folder: Path, out: str) -> None:
     often = steps(train(folder, output_dir=out, eval_steps=1, **FP8))
     assert often == steps(train(folder, output_dir=f"{out}-rarely", eval_steps=100, **FP8))
@@ -148,7 +195,8 @@ def test_checkpoints_hold_the_history(folder: Path, out: str) -> None:
 
 
 def test_facts_say_what_is_computed_how(folder: Path, out: str) -> None:
-    result = invoke(write_config(folder, output_dir=out, max_steps=1, **FP8))
+    result = invoke(write_config(folder, output_dir=out, max_steps=2, **FP8 | ENDING))
+    assert "recipe = fp8_hybrid until step 1, then products in bf16" in result.output
     assert "fp8_hybrid: 8 matrices (forward, dgrad, wgrad), delayed scaling, emulated" in (
         result.output
     )
