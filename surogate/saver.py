@@ -2,8 +2,9 @@
 
 On a card the thread starts the copy too, on a stream of its own, so that the next step is launched
 at once. Its passes read what is saved, and go on meanwhile; ``before_update`` makes the update,
-which writes it, wait for the copy. The host memory (page-locked on a card, in one piece) is taken
-once and used again, so there is one write at a time: a save waits for the one before it.
+which writes it, wait for the copy. The host memory (page-locked on a card) is taken once and used
+again, so there is one write at a time: a save waits for the one before it. Taking it lasts, 2 s for
+6 GB beside an H200: ``prepare`` does so during the first steps.
 
 What goes wrong in the thread is raised by the next call of ``poll``, ``save`` or ``wait``. When a
 run ends by an ordinary error, the write at hand is finished, for its state is good; when it is to
@@ -14,7 +15,7 @@ been killed: nothing is renamed after that.
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,9 @@ from surogate.device import Device
 from surogate.kernels.arrays import require
 
 ALIGNMENT = 512  # bytes
+# Host memory is taken in pieces of about so many bytes (or of the largest array): while the driver
+# locks one, nothing is launched.
+PIECE = 64 << 20
 SHARE = 0.5  # of the free host memory that copies may take; beyond, a save is made in place
 
 
@@ -44,6 +48,7 @@ class Saver:
     def __init__(self, device: Device, *, background: bool, say: Callable[[str], None]) -> None:
         self._device, self._background, self._say = device, background, say
         self._buffers: dict[str, np.ndarray] = {}
+        self._preparing: threading.Thread | None = None
         self._stream: Any = None
         self._copied: Future[Any] | None = None  # the copy's event, until an update waits for it
         self._thread: threading.Thread | None = None
@@ -66,6 +71,18 @@ class Saver:
         else:
             with self._commit:
                 self._given_up = True
+
+    def prepare(self, checkpoint: Checkpoint) -> None:
+        """Begins to take the memory for checkpoints of such arrays, for the first save to find."""
+        if self._device.kind == "cpu" or not self._room_for(checkpoint.nbytes):
+            return
+
+        def work() -> None:
+            with suppress(Exception):  # the save tries again, and says what is wrong
+                self._make_buffers(checkpoint)
+
+        self._preparing = threading.Thread(target=work, name="checkpoint memory", daemon=True)
+        self._preparing.start()
 
     def save(self, directory: Path, checkpoint: Checkpoint, *, keep: int) -> None:
         """Saves as ``checkpoint.save`` does. Returns when the arrays may be written to again, on
@@ -120,7 +137,7 @@ class Saver:
             yield
 
     def _room_for(self, size: int) -> bool:
-        if not self._background or self._buffers:
+        if not self._background or self._buffers or self._preparing is not None:
             return self._background
         free = free_memory()
         if free is None or size <= SHARE * free:
@@ -157,6 +174,8 @@ class Saver:
         return copies
 
     def _in_buffers(self, checkpoint: Checkpoint) -> Checkpoint:
+        if self._preparing is not None:
+            self._preparing.join()
         if not self._buffers:
             self._make_buffers(checkpoint)
 
@@ -182,19 +201,27 @@ class Saver:
         return buffer
 
     def _make_buffers(self, checkpoint: Checkpoint) -> None:
-        """One piece of host memory for all arrays: CuPy's pool of page-locked memory would round
+        """A piece of host memory for many arrays: CuPy's pool of page-locked memory would round
         each up to a power of two.
         """
         parts = {"trained": checkpoint.trained, "optimizer": checkpoint.optimizer}
-        arrays = {f"{part}.{name}": x for part, held in parts.items() for name, x in held.items()}
-        starts, size = {}, 0
-        for name, array in arrays.items():
-            starts[name] = size
+        arrays = [(f"{part}.{name}", x) for part, held in parts.items() for name, x in held.items()]
+        buffers: dict[str, np.ndarray] = {}
+        starts: list[int] = []
+        size = 0
+        for index, (_, array) in enumerate(arrays, 1):
+            starts.append(size)
             size += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        memory = self._host_memory(size)
-        for name, array in arrays.items():
-            flat = memory[starts[name] : starts[name] + array.nbytes]
-            self._buffers[name] = flat.view(array.dtype).reshape(array.shape)
+            if size < PIECE and index < len(arrays):
+                continue
+            memory = self._host_memory(size)
+            for start, (name, held) in zip(
+                starts, arrays[index - len(starts) : index], strict=True
+            ):
+                flat = memory[start : start + held.nbytes]
+                buffers[name] = flat.view(held.dtype).reshape(held.shape)
+            starts, size = [], 0
+        self._buffers = buffers
 
     def _host_memory(self, size: int) -> np.ndarray:
         if self._device.kind == "cpu":

@@ -308,6 +308,44 @@ def test_the_next_passes_do_not_wait_until_a_copy_begins(tmp_path):
         assert "compute waits for copy" in library.log
 
 
+def test_the_first_save_finds_the_memory_that_was_prepared(tmp_path, monkeypatch):
+    monkeypatch.setattr(saver, "PIECE", 1)  # a piece for each array
+    library = Recorded()
+    library.may_copy.clear()
+    background, state = on_card(library)
+    with background:
+        background.prepare(state)  # returns before it is there
+        assert library.log == []
+        background.save(tmp_path, state, keep=1)
+        library.may_copy.set()
+        background.wait()
+        assert library.log.count("host memory") == 3 and library.log[-1] == "host waits for copy"
+        background.save(tmp_path, state, keep=1)
+        background.wait()
+    assert library.log.count("host memory") == 3
+    same_bits(saved(tmp_path)["w"], made(1).trained["w"])
+
+
+def test_memory_that_cannot_be_prepared_is_asked_for_again(tmp_path, monkeypatch):
+    library = Recorded()
+    background, state = on_card(library)
+    taken, refused = library.PinnedMemory, []
+
+    def once(size: int) -> bytearray:
+        if refused:
+            return taken(size)
+        refused.append(size)
+        raise MemoryError("no page-locked memory")
+
+    monkeypatch.setattr(library, "PinnedMemory", once)
+    with background:
+        background.prepare(state)
+        background.save(tmp_path, state, keep=1)
+        background.wait()
+    assert refused and library.log.count("host memory") == 1
+    same_bits(saved(tmp_path)["w"], made(1).trained["w"])
+
+
 def test_a_copy_that_fails_stops_no_update_and_is_raised(tmp_path, monkeypatch):
     library = Recorded()
     background, state = on_card(library)
