@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from surogate.kernels.arrays import F32, FROZEN, Array, destination, empty, require
+from surogate.kernels.arrays import F32, FROZEN, Array, destination, empty, require, zeros
 from surogate.kernels.fp8 import MULTIPLE, Cast, Codes, Slot, fp8_cast, scale_by
 from surogate.kernels.fp8_matmul import fp8_matmul
 from surogate.kernels.linear import (
@@ -122,7 +122,7 @@ class Fp8Weight(RecipeWeight):
 
     def input_cast(self, like: Any, *, keep_x: bool) -> Cast | None:
         """None where the cast also makes transposed codes, see the head of this file."""
-        if not self.products.forward or (_turned(self) and keep_x):
+        if not self.products.forward or (_turned(self) and keep_x) or len(like) % MULTIPLE:
             return None
         return Cast.begin(self.slots.x, (len(like), self.shape[1]), like=like)
 
@@ -198,7 +198,14 @@ def fp8_linear_fwd(
     keep_x: bool = True,
     cast: Cast | None = None,
 ) -> tuple[Float[Array, "tokens outer"], Fp8LinearResiduals]:
-    """linear_fwd of a weight in codes."""
+    """linear_fwd of a weight in codes. Rows of x whose number is no multiple of 16, as in
+    generation, are filled up with zeros; there is no backward of those.
+    """
+    if len(x) % MULTIPLE:
+        settings: dict[str, Any] = {"parts": parts, "scale": scale, "keep_x": keep_x}
+        below = None if residual is None else _filled(residual)
+        filled, res = fp8_linear_fwd(_filled(x), weight, bias, lora, below, **settings)
+        return filled[: len(x)], res
     if lora is not None:
         parts = checked_parts(lora, parts, *weight.shape)
     turned = _turned(weight) and keep_x
@@ -232,6 +239,14 @@ def fp8_linear_fwd(
     has_residual = residual is not None
     res = Fp8LinearResiduals(left, codes, weight, bias, lora, t, parts, scale, has_residual)
     return y, res
+
+
+def _filled(x: Any) -> Any:
+    """Rows of zeros below x up to a multiple of MULTIPLE."""
+    rows = -(-len(x) // MULTIPLE) * MULTIPLE
+    filled = zeros((rows, x.shape[1]), x.dtype, like=x)
+    filled[: len(x)] = x
+    return filled
 
 
 def _turned(weight: Fp8Weight) -> bool:

@@ -25,8 +25,8 @@ from surogate.models.config import ModelConfig, parameter_shapes
 from surogate.models.lora import LoraSpec, Part, build_adapter
 from surogate.models.optimizer_memory import state_arrays, table_bytes, update
 from surogate.models.pool import Pool, taken
-from surogate.models.recipe import Fp8Options, Storage
-from surogate.models.walk import BYTE, INT32, Layout, Matrix, Shape, Walk, Work
+from surogate.models.recipe import Fp8Options, Nvfp4Settings, Storage
+from surogate.models.walk import BYTE, INT32, Layout, Matrices, Matrix, Shape, Walk, Work
 from surogate.models.walk_recipes import decodes
 
 F64, INT64 = np.dtype(np.float64), np.dtype(np.int64)
@@ -100,9 +100,10 @@ def memory_of(work: Work, *, graphs: bool, evaluates: bool) -> Memory:
     activations = walk.micro()
     updating = len(walk.ledger.events)
     update(walk, trained)
+    step = walk.ledger.events
     temporaries = {phase: peak - activations for phase, peak in walk.ledger.peaks.items()}
-    step, walk.ledger.events = walk.ledger.events, []
-    evaluation = walk.evaluation() if evaluates else 0
+    evaluating = evaluation_walk(work) if evaluates else None
+    evaluation = evaluating.evaluation() if evaluating else 0
     memory = Memory(
         **{name: sum(sizes) for name, sizes in static.items()},
         activations=activations,
@@ -121,11 +122,26 @@ def memory_of(work: Work, *, graphs: bool, evaluates: bool) -> Memory:
     for part in (step[updating:], step[:updating], step[:updating]):  # in which it is recorded
         own.run(part)
     held = own.held
-    shared.run(walk.ledger.events)
+    shared.run(evaluating.ledger.events if evaluating else ())
     pages = sum(taken(size) - size for sizes in static.values() for size in sizes)
     return memory._replace(
         gaps=held - memory.peak + pages, evaluation=shared.held - (0 if graphs else held)
     )
+
+
+def evaluation_walk(work: Work) -> Walk:
+    """The walk whose ``evaluation`` it is. Where products are bf16 for it alone, stored weights are
+    decoded to memory that is there for it alone, if the recipe decodes none.
+    """
+    recipe = work.recipe
+    if not (work.plain_evaluation and isinstance(recipe, Fp8Options | Nvfp4Settings)):
+        return Walk(work)
+    walk = Walk(work._replace(recipe=recipe.storage, plain_evaluation=False))
+    for name, matrices in zip(Matrices._fields, zip(*Walk(work).of, strict=True), strict=True):
+        w = next((w for w in matrices if w.stored), None)
+        if w is not None and not any(map(decodes, matrices)):
+            walk.ledger.make(f"decoded.{name}", w.outer + w.extra, w.inner + w.extra)
+    return walk
 
 
 def weight_arrays(walk: Walk) -> Iterator[int]:
@@ -139,12 +155,19 @@ def weight_arrays(walk: Walk) -> Iterator[int]:
     for matrices in walk.of:
         for w in matrices:
             yield from _matrix_arrays(layout, w)
+            if walk.work.plain_evaluation and _kept_beside(w):
+                yield _wide(layout, w)
     for matrices in zip(*walk.of, strict=True):
         if any(map(decodes, matrices)):  # what they are decoded to, one after another
             yield _wide(layout, matrices[0])
         cast = next((w for w in matrices if w.stored and (w.fp8 or w.nvfp4)), None)
         if cast is not None:  # and cast to, in one direction at a time
             yield from _cast_arrays(layout, cast)
+
+
+def _kept_beside(w: Matrix) -> bool:
+    """Whether a plain evaluation needs the matrix itself beside its casts."""
+    return bool(w.fp8 or w.nvfp4) and not (w.trained or w.stored)
 
 
 def _matrix_arrays(layout: Layout, w: Matrix) -> Iterator[int]:
@@ -298,5 +321,6 @@ def _workspace(walk: Walk, trained: list[Shape]) -> int:
     if work.widen:
         blocks = sum(1 + w.parts for matrices in walk.of for w in matrices if w.extra)
         chunks = sum(-(-math.prod(shape) // multi_tensor.CHUNK) for shape in trained)
-        held += layout.bytes((blocks, 7), INT64) + layout.bytes((chunks,), INT32)
+        tables = 2 if work.plain_evaluation else 1
+        held += tables * (layout.bytes((blocks, 7), INT64) + layout.bytes((chunks,), INT32))
     return held + WORKSPACE_BYTES

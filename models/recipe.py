@@ -32,6 +32,7 @@ from surogate.models.tree import Model
 from surogate.models.widen import Put
 
 WEIGHTS = tuple(MATRICES.values())
+STATE_OF_RECIPES = ("fp8.", "nvfp4.")  # how the names begin of what a checkpoint keeps of them
 
 
 class Scope(NamedTuple):
@@ -66,6 +67,8 @@ class Scope(NamedTuple):
 class Recipe:
     """bf16, and what every recipe answers."""
 
+    name = "bf16"  # of the products that it computes
+
     def facts(self) -> list[str]:
         """Lines for the start of a run."""
         return []
@@ -85,8 +88,12 @@ class Recipe:
         """The tree that the passes read of weights that are trained; it shares their memory."""
         return model
 
+    def plain(self, model: Model) -> Model:
+        """``frozen``'s tree as passes read it for bf16 products of the same weights."""
+        return model
+
     def begin(self) -> None:
-        """Before the passes of a micro-batch, or of an evaluation's."""
+        """Before the passes of a micro-batch, or of an evaluation's, and after an evaluation's."""
 
     def draw_(self) -> None:
         """Before the passes of a micro-batch that is trained on: what rounds at random draws
@@ -128,14 +135,18 @@ PLAIN = Recipe()
 
 class CastRecipe(Recipe):
     """A recipe whose weights are casts, brought up to date after each update. Frozen ones may lie
-    in the codes of another recipe, ``storing``.
+    in the codes of another recipe, ``storing``; with ``keep``, others are kept beside their casts,
+    for ``plain``.
     """
 
-    def __init__(self, config: ModelConfig, scope: Scope, library: Any, storing: Recipe) -> None:
+    def __init__(
+        self, config: ModelConfig, scope: Scope, library: Any, storing: Recipe, keep: bool
+    ) -> None:
         self._config, self._scope, self._library = config, scope, library
-        self._storing = storing
+        self._storing, self._keep = storing, keep
         self._paths = {path: i for i, path in enumerate(scope.paths(config))}
         self._weights: list[Any] = []  # that are trained
+        self._kept: dict[str, Array] = {}  # frozen weights beside their casts
         self._shared: dict[str, Any] = {}  # by field: casts that stored weights take turns in
 
     def _weight(
@@ -155,10 +166,21 @@ class CastRecipe(Recipe):
             if self._storing.stores(path, array):
                 return self._stored(path, below(path, array))
             leaf = put(path, array)
+            if self._keep:
+                self._kept[path] = wide(path, array)
             ranks = ranks_of(lora, self._config, path, leaf)
             return self._weight(path, leaf, trained=False, ranks=ranks)
 
         return put_casts
+
+    def plain(self, model: Model) -> Model:
+        def unwrap(field: Field, leaf: Any) -> Any:
+            if isinstance(leaf, StoredCast):
+                return leaf.source
+            return self._kept[field.path] if field.path in self._paths else leaf
+
+        unwrapped: Model = tree.map(unwrap, layout(self._config), model)
+        return unwrapped
 
     def _stored(self, path: str, source: Any) -> StoredCast:
         """A cast of what the recipe below made, a QuantizedWeight."""
@@ -208,14 +230,18 @@ class Fp8Options(NamedTuple):
 class Fp8Recipe(CastRecipe):
     """Weights and activations in E4M3, gradients in E5M2 (kernels/fp8_linear.py)."""
 
+    name = "fp8_hybrid"
+
     def __init__(
         self,
         config: ModelConfig,
         options: Fp8Options,
         library: Any = np,
         storing: Recipe = PLAIN,
+        *,
+        keep: bool = False,
     ) -> None:
-        super().__init__(config, options.scope, library, storing)
+        super().__init__(config, options.scope, library, storing, keep)
         self._options = options
         limits = [limit_of(form, options.margin) for form in (E4M3, E4M3, E5M2)]
         self.state = Fp8State(
@@ -295,14 +321,18 @@ class Nvfp4Recipe(CastRecipe):
     ``key`` is the seed and the number of micro-batches so far, from which gradients' casts draw.
     """
 
+    name = "nvfp4"
+
     def __init__(
         self,
         config: ModelConfig,
         settings: Nvfp4Settings,
         library: Any = np,
         storing: Recipe = PLAIN,
+        *,
+        keep: bool = False,
     ) -> None:
-        super().__init__(config, settings.scope, library, storing)
+        super().__init__(config, settings.scope, library, storing, keep)
         self._settings = settings
         self._key = library.asarray(np.array([settings.seed & 0xFFFFFFFF, 0], np.uint32))
 

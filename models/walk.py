@@ -74,6 +74,7 @@ class Work(NamedTuple):
     recipe: Precision | None = None  # of the layers' matrices; None: plain bf16
     normuon: bool = False  # updates the layers' matrices
     cudnn: bool = True  # attention's backward may run in cuDNN, which takes scratch memory
+    plain_evaluation: bool = False  # in bf16 products, whatever the recipe
 
 
 class Ledger:

@@ -23,7 +23,8 @@ from surogate.merge import Origin, through
 from surogate.models import dense
 from surogate.models.blocks import Settings
 from surogate.models.config import ModelConfig, read_config
-from surogate.models.hf import open_model, read_adapter
+from surogate.models.files import read_json
+from surogate.models.hf import ADAPTER_CONFIG, open_model, read_adapter
 from surogate.models.lora import named_adapter
 from surogate.models.names import build, named
 from surogate.models.tree import Adapter, Model
@@ -73,6 +74,12 @@ def load(
     where = choose_device(device)
     directory = model_directory(str(model))
     with reported():
+        if (directory / ADAPTER_CONFIG).exists() and not (directory / "config.json").exists():
+            base = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+            raise UserError(
+                f"{model}: is an adapter, not a model; give its base ({base}) with --adapter "
+                f"{model}, or write both as one with surogate merge"
+            )
         config = read_config(directory)
         storage = None if adapter is None else Origin.beside(Path(adapter)).storage
         change, put = through(storage, config, where), putter(where)

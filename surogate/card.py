@@ -12,10 +12,12 @@ import yaml
 from surogate import __version__
 from surogate.choices import storage_of
 from surogate.config import Config, describe
+from surogate.models.lora import LoraSpec, MergeReport
 from surogate.report import read_log
 from surogate.schema import show
-from surogate.settings import FIELDS
+from surogate.settings import DATASET_FIELDS, FIELDS
 
+CARD = "README.md"
 PEFT_BLOCK = 64  # elements of an NF4 block when transformers quantises
 
 
@@ -43,7 +45,7 @@ class Card(NamedTuple):
         chosen = [
             f"{key} = {show(value)}"
             for key, value, _ in describe(config)
-            if key not in FIELDS or value != FIELDS[key].default
+            if value != (FIELDS.get(key) or DATASET_FIELDS[key.rpartition(".")[2]]).default
         ]
         return (
             f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n"
@@ -52,6 +54,29 @@ class Card(NamedTuple):
             f"| | |\n|---|---|\n{rows}\n\n"
             "## Settings that are not the defaults\n\n```\n" + "\n".join(chosen) + "\n```\n"
         )
+
+
+def merged_card(adapter: Path, base: str, spec: LoraSpec, report: MergeReport) -> str:
+    """The card of a model that an adapter was merged into, with the adapter's own below."""
+    head = {
+        "base_model": base,
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["surogate", "lora", "merged"],
+    }
+    text = (
+        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n"
+        f"`{base}` with a LoRA adapter of rank {spec.rank} and alpha {spec.alpha} added to its "
+        f"weights by surogate {__version__}: {report.changed:,} of {report.weights:,} adapted "
+        "weights changed.\n"
+    )
+    try:
+        own = (adapter / CARD).read_text(encoding="utf-8")
+    except (FileNotFoundError, UnicodeDecodeError):
+        return text
+    if own.startswith("---\n"):
+        own = own.removeprefix("---\n").partition("\n---\n")[2]
+    return f"{text}\nOf the adapter:\n\n{own.strip()}\n"
 
 
 def base_note(config: Config) -> str:

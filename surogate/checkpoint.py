@@ -181,13 +181,21 @@ def load(path: Path) -> Saved:
     return Saved(path, facts["step"], facts["settings"], facts["sources"])
 
 
-def fill_(file: Path, arrays: Mapping[str, Any], *, put: Callable[[Any], Any]) -> None:
-    """Writes the arrays of a checkpoint's file into arrays of the same names, one at a time.
+def fill_(
+    file: Path,
+    arrays: Mapping[str, Any],
+    *,
+    put: Callable[[Any], Any],
+    left_out: tuple[str, ...] = (),
+) -> None:
+    """Writes the arrays of a checkpoint's file into arrays of the same names, one at a time; what
+    the file has under ``left_out`` (prefixes of names) is not wanted.
 
     ``put`` moves a NumPy array beside them. Raises UserError when a name, shape or dtype differs.
     """
     with safe_open(file, "numpy") as tensors:
-        different = sorted(arrays.keys() ^ set(tensors.keys()))
+        wanted = {name for name in tensors.keys() if not name.startswith(left_out)}  # noqa: SIM118
+        different = sorted(arrays.keys() ^ wanted)
         if different:
             raise UserError(
                 f"{file}: is of another run: {different[0]} is on one side alone "
@@ -204,14 +212,28 @@ def fill_(file: Path, arrays: Mapping[str, Any], *, put: Callable[[Any], Any]) -
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """A few words for each setting that differs between a checkpoint and this run, by its key."""
+    """A few words for each setting that differs between a checkpoint and this run, by its dotted
+    key.
+    """
     # As they come back from a file: lists for tuples.
-    saved, now = (json.loads(json.dumps(settings)) for settings in (saved, now))
+    before, after = (_dotted(json.loads(json.dumps(settings))) for settings in (saved, now))
     return {
-        key: f"{key}: {saved.get(key)!r} in the checkpoint, {now.get(key)!r} now"
-        for key in sorted({*saved, *now})
-        if saved.get(key) != now.get(key)
+        key: f"{key}: {before.get(key)!r} in the checkpoint, {after.get(key)!r} now"
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key)
     }
+
+
+def _dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with those of each data set by their own keys, as --set names them."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
+            for index, part in enumerate(value):
+                found |= {f"{key}.{index}.{name}": inner for name, inner in part.items()}
+        else:
+            found[key] = value
+    return found
 
 
 def _finite(arrays: Mapping[str, Any]) -> dict[str, Planned]:

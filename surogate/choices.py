@@ -107,6 +107,17 @@ def after_recipe(config: Config) -> Config | None:
     return msgspec.structs.replace(config, recipe="bf16")
 
 
+def evaluates(config: Config) -> bool:
+    """Whether there are rows to evaluate on."""
+    return bool(config.validation_datasets) or config.validation_split_ratio > 0
+
+
+def evaluates_plainly(config: Config) -> bool:
+    """Whether evaluations leave the recipe out."""
+    asked = config.eval_recipe == "bf16" and config.recipe != "bf16"
+    return asked and (evaluates(config) or bool(config.eval_prompts))
+
+
 def precision_of(config: Config, model: ModelConfig) -> Precision | None:
     """How the layers' matrices are multiplied and stored; None: bf16 and bf16."""
     stored = model.quantized or storage_of(config)
@@ -154,10 +165,10 @@ def recipe_of(config: Config, model: ModelConfig, library: Any) -> Recipe:
             f"recipe = {config.recipe}: needs micro-batches of a multiple of {MULTIPLE} tokens, "
             f"per_device_train_batch_size x sequence_len = {tokens}; change one of them"
         )
-    below = storing(precision.storage, model)
+    below, keep = storing(precision.storage, model), evaluates_plainly(config)
     if isinstance(precision, Nvfp4Settings):
-        return Nvfp4Recipe(model, precision, library, below)
-    return Fp8Recipe(model, precision, library, below)
+        return Nvfp4Recipe(model, precision, library, below, keep=keep)
+    return Fp8Recipe(model, precision, library, below, keep=keep)
 
 
 def storing(storage: Storage | Scheme | None, model: ModelConfig) -> Recipe:
@@ -182,4 +193,5 @@ def options_of(config: Config, kind: str, compute: np.dtype) -> StepOptions:
         max_grad_norm=config.max_grad_norm,
         graphs=config.use_cuda_graphs and kind == "cuda",
         longest=config.sequence_len,
+        plain_evaluation=evaluates_plainly(config),
     )

@@ -72,6 +72,7 @@ def without_effect(config: Config) -> list[Note]:
         "lora_target_modules": no_lora,
         "merge_adapter": no_lora,
         "eval_max_new_tokens": not config.eval_prompts and "no eval_prompts",
+        "eval_recipe": no_recipe,
         "early_stop_patience": no_stop,
         "early_stop_threshold": no_stop,
         "wandb_project": no_wandb,

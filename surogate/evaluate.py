@@ -162,26 +162,24 @@ class Evaluator:
             epoch=epoch,
             tokens=int(found.tokens.sum()),
             loss=found.loss,
+            recipe=self._step.evaluation_recipe,
             duration_ms=(time.perf_counter() - begin) * 1e3,
             sources=found.by_source(),
         )
 
-    def samples(self, step: int) -> list[SampleRecord]:
-        """What the model makes of the fixed prompts, by its likeliest tokens."""
+    def samples(self, number: int) -> list[SampleRecord]:
+        """What the model makes of the fixed prompts after a step, by its likeliest tokens."""
         prompts = self._config.eval_prompts
         if not prompts:
             return []
-        model = LoadedModel(
-            self._sources.directory,
-            self._step.device,
-            self._step.model,
-            self._step.adapter,
-            self._step.settings,
-        )
-        tokens = self._config.eval_max_new_tokens
-        texts = generate(model, prompts, max_new_tokens=tokens, temperature=0.0)
+        step, tokens = self._step, self._config.eval_max_new_tokens
+        with step.evaluating():
+            model = LoadedModel(
+                self._sources.directory, step.device, step.evaluated, step.adapter, step.settings
+            )
+            texts = generate(model, prompts, max_new_tokens=tokens, temperature=0.0)
         return [
-            SampleRecord(step=step, prompt=prompt, text=text)
+            SampleRecord(step=number, prompt=prompt, text=text)
             for prompt, text in zip(prompts, texts, strict=True)
         ]
 

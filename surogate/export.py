@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32
 
-from surogate.card import Card, base_note
+from surogate.card import CARD, Card, base_note
 from surogate.choices import storage_of
 from surogate.config import Config
 from surogate.data.terminator import trained_terminator
@@ -40,7 +40,6 @@ from surogate.setup import DTYPES, Rows, Sources, disk, putter, reported
 from surogate.step import TrainStep
 
 TOKENS = 64  # of the row that logits are compared on
-CARD = "README.md"
 # Relative error of one rounding, with the sum of a product's terms in it.
 ROUNDING = {BF16: 2.0**-8, np.dtype(np.float16): 2.0**-11, F32: 2.0**-20}
 FROZEN_ROUNDING = {"fp8_hybrid": 2.0**-5, "nvfp4": 2.0**-3}  # of a recipe's frozen weights

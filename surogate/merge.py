@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from surogate.card import CARD, merged_card
 from surogate.device import Device, choose_device
 from surogate.errors import UserError
 from surogate.kernels import tree
 from surogate.kernels.quant.quantized import dequantize
 from surogate.manifest import faults, write_manifest
 from surogate.models.config import ModelConfig, read_config
-from surogate.models.files import DTYPE_NAMES, Planned, Staging, Tensor, read_json
+from surogate.models.files import DTYPE_NAMES, Planned, Staging, Tensor, read_json, write_bytes
 from surogate.models.hf import ADAPTER_CONFIG, open_weights, read_adapter, write_weights
 from surogate.models.lora import MergeReport, merge_adapter
 from surogate.models.names import layout
@@ -150,6 +151,12 @@ def merge(adapter: Path, output: Path, *, base: str | None, device: Device) -> l
         with base_tensors(source, config, None, change) as tensors:
             dtype = next(iter(tensors.values())).dtype
             merged = merge_adapter(tensors, pair, spec, config, dtype)
+
+            def finish(staging: Staging) -> None:
+                sealed(staging)
+                card = merged_card(adapter, name, spec, merged.report)
+                write_bytes(staging.path / CARD, [card.encode()])
+
             write_weights(
                 merged.tensors,
                 config,
@@ -157,7 +164,7 @@ def merge(adapter: Path, output: Path, *, base: str | None, device: Device) -> l
                 dtype=dtype,
                 source_directory=source,
                 stop_token=origin.stop_token,
-                finish=sealed,
+                finish=finish,
             )
     return [merge_line(merged.report), f"model: {output}"]
 

@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from surogate.choices import after_recipe, optimizer_of, options_of, precision_of
+from surogate.choices import after_recipe, evaluates, optimizer_of, options_of, precision_of
 from surogate.config import Config
 from surogate.device import COMPUTE, choose_device
 from surogate.errors import UserError
@@ -88,9 +88,9 @@ def _predict(config: Config, model: ModelConfig, kind: Kind, free: int | None) -
         recipe=precision_of(config, model),
         normuon=isinstance(rule, NorMuonConfig),
         cudnn=kind == "cuda" and may_use_cudnn(model.head_dim),
+        plain_evaluation=options.plain_evaluation,
     )
-    evaluates = bool(config.validation_datasets) or config.validation_split_ratio > 0
-    memory = _memory(work, graphs=options.graphs, evaluates=evaluates)
+    memory = _memory(work, graphs=options.graphs, evaluates=evaluates(config))
     return Plan(kind, work, parameter_counts(model, lora), memory, free)
 
 

@@ -4,7 +4,7 @@ Every record has `log` (its kind) and `time` (UTC). The kinds:
 
     run      config, versions, device, total_steps: one for each start or resumption
     step     step, epoch, tokens, duration_ms, loss, norm, lr, tokens_per_second, sol, memory
-    eval     step, epoch, tokens, loss, duration_ms, sources
+    eval     step, epoch, tokens, loss, recipe, duration_ms, sources
     sample   step, prompt, text
     message  step, text
     end      step, status (done, stopped or failed), text
@@ -60,13 +60,14 @@ class SourceLoss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One pass over the evaluation rows. `loss` is nats per supervised token; `sources` has that of
-    each source of rows where there are several."""
+    """One pass over the evaluation rows. `loss` is nats per supervised token, `recipe` that of the
+    products; `sources` has the loss of each source of rows where there are several."""
 
     step: int
     epoch: float
     tokens: int
     loss: float
+    recipe: str
     duration_ms: float
     sources: dict[str, SourceLoss] = {}
 
@@ -162,6 +163,7 @@ class Reporter:
         self._print(
             f"eval {self._of_total(record.step)}  loss {record.loss:.4f}"
             f"  {record.tokens} tokens in {seconds:.1f} s"
+            + (f", {record.recipe} products" if record.recipe != "bf16" else "")
         )
         for name, part in record.sources.items():
             self._print(f"     {part.loss:.4f} of {part.tokens} tokens of {name}")

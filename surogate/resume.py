@@ -12,19 +12,19 @@ micro-batches: the same gradients, added up in another order.
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from surogate import checkpoint as checkpoints
 from surogate.checkpoint import Checkpoint, Saved
 from surogate.config import Config, config_to_dict
 from surogate.errors import UserError
+from surogate.models.recipe import STATE_OF_RECIPES
 from surogate.optim.state import STEP, named_leaves, state_to_named
-from surogate.settings import BOOKKEEPING, FIELDS
+from surogate.settings import BOOKKEEPING, DATASET_FIELDS, FIELDS
 from surogate.step import TrainStep
 
 DIVISION = frozenset({"per_device_train_batch_size", "gradient_accumulation_steps"})
@@ -41,13 +41,11 @@ def find(config: Config, directory: Path) -> Saved | None:
         return None
     saved = checkpoints.newest_whole(directory, say=print)
     if saved is not None:
-        # An earlier version computed what the default of a later key computes.
-        defaults = {k: f.default for k, f in FIELDS.items() if f.default is not msgspec.NODEFAULT}
-        changed = checkpoints.changes({**defaults, **saved.settings}, config_to_dict(config))
+        changed = checkpoints.changes(_completed(saved.settings), config_to_dict(config))
         divided = changed.keys() & _division(saved.settings, config)
-        allowed = BOOKKEEPING | divided
+        allowed = BOOKKEEPING | divided | _moved(changed)
         for key in sorted(changed.keys() & allowed):
-            if getattr(config, key) != "auto":  # which leaves the choice to us
+            if getattr(config, key, None) != "auto":  # which leaves the choice to us
                 print(f"changed: {changed[key]}", flush=True)
         if divided:
             print("a step has the same rows, added up in another order: not the same bits")
@@ -55,11 +53,33 @@ def find(config: Config, directory: Path) -> Saved | None:
     return saved
 
 
+def _completed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a checkpoint with keys that came later: an earlier version computed what
+    their defaults compute.
+    """
+    settings, of_data = (
+        {k: f.default for k, f in fields.items() if f.default is not msgspec.NODEFAULT}
+        for fields in (FIELDS, DATASET_FIELDS)
+    )
+    settings |= saved
+    for name in ("datasets", "validation_datasets"):
+        settings[name] = [{**of_data, **dataset} for dataset in settings[name]]
+    return settings
+
+
 def _division(saved: Mapping[str, Any], config: Config) -> frozenset[str]:
     """The settings that divide a step's rows, if both divide the same number of them."""
     before = math.prod(saved.get(key, FIELDS[key].default) for key in DIVISION)
     now = math.prod(getattr(config, key) for key in DIVISION)
     return DIVISION if before == now else frozenset()
+
+
+def _moved(changed: Mapping[str, str]) -> set[str]:
+    """The places of data sets, where nothing else of them changed: that the rows are what they
+    were, wherever they lie now, is told by their hash.
+    """
+    keys = {key for key in changed if key.startswith("datasets.")}
+    return keys if all(key.endswith(".path") for key in keys) else set()
 
 
 def refuse(saved: Saved, changed: Mapping[str, str]) -> None:
@@ -88,44 +108,16 @@ def state_of(step: TrainStep, done: int, config: Config, sources: Mapping[str, A
 
 
 def take_(step: TrainStep, saved: Saved) -> None:
-    """Writes a checkpoint's arrays into a step's."""
-    take_trained_(step, saved)
-    state = {**state_to_named(step.state), **step.recipe.named()}
-    checkpoints.fill_(saved.path / checkpoints.OPTIMIZER, state, put=step.device.put)
+    """Writes a checkpoint's arrays into a step's. Those of a recipe that the step is done with are
+    left out.
+    """
+    recipe = step.recipe.named()
+    state = {**state_to_named(step.state), **recipe}
+    for file, arrays, left_out in (
+        (checkpoints.TRAINED, dict(named_leaves(step.trainable)), ()),
+        (checkpoints.OPTIMIZER, state, () if recipe else STATE_OF_RECIPES),
+    ):
+        checkpoints.fill_(saved.path / file, arrays, put=step.device.put, left_out=left_out)
     step.state = step.state._replace(step=int(state[STEP]))
     step.recipe.loaded_()
-
-
-def take_trained_(step: TrainStep, saved: Saved) -> None:
-    """The same of what is trained alone."""
-    trained = dict(named_leaves(step.trainable))
-    checkpoints.fill_(saved.path / checkpoints.TRAINED, trained, put=step.device.put)
-    step.recipe.loaded_()
     step.refresh()
-
-
-def carried(step: TrainStep) -> Callable[[TrainStep], None]:
-    """What a step has trained and its optimizer remembers, copied to the host: a function that
-    writes it into a step of the same parameters, whatever recipe that has.
-    """
-    step.settle()
-    kept = [{name: _copy(x) for name, x in arrays.items()} for arrays in _arrays(step)]
-
-    def give_(other: TrainStep) -> None:
-        for arrays, copies in zip(_arrays(other), kept, strict=True):
-            assert arrays.keys() == copies.keys()
-            for name, array in arrays.items():
-                array[...] = copies[name] if name == STEP else other.device.put(copies[name])
-        other.state = other.state._replace(step=int(kept[1][STEP]))
-        other.recipe.loaded_()
-        other.refresh()
-
-    return give_
-
-
-def _arrays(step: TrainStep) -> tuple[dict[str, Any], dict[str, Any]]:
-    return dict(named_leaves(step.trainable)), dict(state_to_named(step.state))
-
-
-def _copy(x: Any) -> np.ndarray:
-    return x.copy() if isinstance(x, np.ndarray) else x.get()

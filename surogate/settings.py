@@ -241,7 +241,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     recipe_until: Annotated[
         float,
         Meta(gt=0, le=1),
-        key("Share of the steps that the recipe computes; the products of those after are bf16"),
+        key(
+            "The recipe computes this share of the steps, the first ones, rounded up to a whole "
+            "number; products of those after, and of evaluations from there on, are bf16"
+        ),
     ] = 1.0
     skip_quant_first_layers: Annotated[
         int, Meta(ge=0), key("First layers that the recipe leaves in bf16")
@@ -351,6 +354,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         key("Prompts that each evaluation continues, through the chat template if there is one"),
     ] = ()
     eval_max_new_tokens: Annotated[Count, key("Tokens that eval_prompts are continued by")] = 64
+    eval_recipe: Annotated[
+        Literal["same", "bf16"],
+        key(
+            "Products of evaluations; same: those of the recipe; bf16: those of the model as it is "
+            "exported"
+        ),
+    ] = "same"
     early_stop: Annotated[
         bool, key("Stop when the evaluation loss has not fallen for early_stop_patience times")
     ] = False
@@ -415,7 +425,7 @@ SECTIONS = {
 BOOKKEEPING = frozenset(
     "run_name output_dir resume_from_checkpoint save_steps save_total_limit eval_steps"
     " logging_steps log_file device use_cuda_graphs recompute dataloader_num_workers eval_prompts"
-    " eval_max_new_tokens early_stop early_stop_patience early_stop_threshold best_checkpoint"
-    " report_to wandb_project wandb_name wandb_mode aim_experiment aim_repo aim_name"
-    " async_save verify_export max_skipped_steps".split()
+    " eval_max_new_tokens eval_recipe early_stop early_stop_patience early_stop_threshold"
+    " best_checkpoint report_to wandb_project wandb_name wandb_mode aim_experiment aim_repo"
+    " aim_name async_save verify_export max_skipped_steps".split()
 )

@@ -57,6 +57,7 @@ class StepOptions(NamedTuple):
     graphs: bool
     longest: int | None = None  # tokens of the longest document, such as a row's; None: all
     widen: bool | None = None  # adapted weights lie with their adapters; None: on a card
+    plain_evaluation: bool = False  # with bf16 products, whatever the recipe
 
 
 class TrainStep:
@@ -67,6 +68,8 @@ class TrainStep:
     On a card, the passes read an adapted weight from one array with its adapter, and ``model`` is
     the views of it. Weights that ``making_room`` put there are taken over; others are copied, and
     the tree given here should be dropped. Whoever writes to the adapter calls ``refresh``.
+
+    ``state`` is that of an earlier step over the same trained arrays, which this one goes on from.
 
     A half that cannot be recorded is run eagerly, with the same numbers: ``say`` gets one line, and
     ``graphs`` is False from then on.
@@ -82,6 +85,7 @@ class TrainStep:
         options: StepOptions,
         recipe: Recipe | None = None,
         say: Callable[[str], None] = warnings.warn,
+        state: AdamWState | None = None,
     ) -> None:
         self.recipe = recipe or Recipe()
         self._say, self.graphs = say, options.graphs
@@ -93,9 +97,12 @@ class TrainStep:
             self._read, self._refresh = self._widened(model, adapter)
             self.model = tree.map(plain, self._read)
         self.adapter = adapter
+        self._evaluated, self._refresh_evaluated = self._of_evaluations(model)
         self.trainable: Any = model if adapter is None else adapter
         matrices = hidden_matrices(settings.config) if adapter is None else None
-        self.state: AdamWState = init(self.trainable, optimizer, matrices)
+        self.state: AdamWState = (
+            init(self.trainable, optimizer, matrices) if state is None else state
+        )
         zeros = device.library.zeros
         self.grads = tree.map(lambda p: zeros(p.shape, options.gradient_dtype), self.trainable)
         frozen = tree.map(lambda _: FROZEN, model)
@@ -128,6 +135,14 @@ class TrainStep:
         refresh = refresh_of(model, adapter, lora, config)
         refresh.launch_()
         return model, refresh
+
+    def _of_evaluations(self, model: Model) -> tuple[Model, Refresh | None]:
+        """What evaluations read, and what brings it up to date where updates do not."""
+        if not self.options.plain_evaluation:
+            return self._read, None
+        if self.adapter is None:
+            return model, None
+        return self._widened(self.recipe.plain(model), self.adapter)
 
     def refresh(self) -> None:
         """Brings the weights that the passes read up to date with an adapter that was written to.
@@ -202,13 +217,36 @@ class TrainStep:
             )
         return found if isinstance(found, np.ndarray) else found.get()
 
+    @property
+    def evaluation_recipe(self) -> str:
+        """The recipe of the products of evaluations."""
+        return Recipe.name if self.options.plain_evaluation else self.recipe.name
+
+    @property
+    def evaluated(self) -> Model:
+        """The weights that evaluations multiply with: without an adapter, those of ``model``. To be
+        read while ``evaluating``.
+        """
+        return self.model if self.adapter is None else tree.map(plain, self._evaluated)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Passes inside may read ``evaluated``; what training remembers stays as it was."""
+        self.recipe.begin()
+        if self._refresh_evaluated is not None:
+            self._refresh_evaluated.launch_()
+        try:
+            with self.recipe.unrecorded():
+                yield
+        finally:
+            self.recipe.begin()  # what was decoded for them alone goes
+
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, " tokens"]:
         """The log-probability of each token's label, on the host; 0 where it has none."""
         self._feed.write(batch)
-        self.recipe.begin()
-        with self.recipe.unrecorded():
+        with self.evaluating():
             outputs = dense.loss_fwd(
-                self._read,
+                self._evaluated,
                 self.adapter,
                 self._feed.batch,
                 table=self._table,

@@ -35,6 +35,7 @@ from surogate.light import Light
 from surogate.models.blocks import Settings
 from surogate.models.config import ModelConfig
 from surogate.models.recipe import Recipe
+from surogate.optim.adamw import AdamWState
 from surogate.optim.schedule import Schedule
 from surogate.plan import in_words, place_of, settled
 from surogate.report import Reporter, StepRecord
@@ -182,7 +183,8 @@ class Run:
         evaluated.
         """
         config = self.config
-        saved, pending = self.done, None
+        begun = saved = self.done
+        pending = None
         self._last = time.perf_counter()
         if self.done and self.done % config.eval_steps == 0:
             self._evaluate()
@@ -194,6 +196,8 @@ class Run:
                     self._report(pending)
                 pending = launched
                 self.done += 1
+                if self.done == begun + 1:
+                    self.saver.prepare(resume.state_of(self.step, self.done, config, {}))
                 due_save = self.done % config.save_steps == 0
                 due_evaluation = self.done % config.eval_steps == 0
                 recipe_ends = self.done == self._last_of_recipe() < self.total
@@ -223,17 +227,17 @@ class Run:
 
     def _now(self) -> Config:
         """The configuration of the next step."""
-        later = after_recipe(self.config)
-        return self.config if later is None or self.done < self._last_of_recipe() else later
+        later, last = after_recipe(self.config), self._last_of_recipe()
+        return self.config if later is None or self.done < last or last == self.total else later
 
     def _leave_recipe(self) -> None:
-        """Goes on with bf16 products: a step of its own, over the weights and the optimizer's state
-        as they are. Frozen weights that the recipe kept as codes alone are read again.
+        """Goes on with bf16 products: a step of its own over the same trained weights and the same
+        state of the optimizer. Frozen weights that the recipe kept as codes alone are read again.
         """
         config, sources, device = self._now(), self.sources, self.device
         self.reporter.message(f"step {self.done}: products in bf16 from here on (recipe_until)")
-        self.saver.wait()  # it reads arrays that go
-        give_ = resume.carried(self.step)
+        self.step.settle()
+        state, adapter = self.step.state, self.step.adapter
         del self.step, self.sources
         self.evaluator.let_go()
         if config.lora:
@@ -241,17 +245,19 @@ class Run:
             del sources
             self._release()
             sources = load_sources(config, directory, model_config, device)
+            sources = sources._replace(adapter=adapter)
         else:
             sources = sources._replace(recipe=Recipe())
             self._release()
-        self.sources, self.step = sources, train_step(config, device, sources)
-        give_(self.step)
+        self.sources, self.step = sources, train_step(config, device, sources, state)
         self.fingerprints |= sources.fingerprints()
         self.evaluator.turn_to(self.sources, self.step)
         self.light = Light(device, sources.model_config, config)
+        self._last = time.perf_counter()
 
     def _release(self) -> None:
         """Gives back what nothing holds any more."""
+        self.device.synchronize()
         gc.collect()
         if self.device.kind == "cuda":
             self.device.library.get_default_memory_pool().free_all_blocks()
@@ -381,7 +387,7 @@ class Run:
             self.reporter.message("no evaluation loss was finite: the last weights are exported")
             return
         if saved.step != self.done:
-            resume.take_trained_(self.step, saved)
+            resume.take_(self.step, saved)
         self.reporter.message(f"the weights of step {saved.step}, the best, are exported")
 
     def _facts(self) -> list[str]:
@@ -445,8 +451,10 @@ def schedule(config: Config, total: int) -> Schedule:
         raise UserError(f"learning rate schedule: {error}") from None
 
 
-def train_step(config: Config, device: Device, sources: Sources) -> TrainStep:
-    """The arrays and functions of a run's step."""
+def train_step(
+    config: Config, device: Device, sources: Sources, state: AdamWState | None = None
+) -> TrainStep:
+    """The arrays and functions of a run's step; ``state`` is that of a step before it."""
     options = options_of(config, device.kind, device.compute)
     settings = Settings(sources.model_config, sources.lora)
     optimizer = optimizer_of(config)
@@ -459,6 +467,7 @@ def train_step(config: Config, device: Device, sources: Sources) -> TrainStep:
         options,
         sources.recipe,
         say=_say,
+        state=state,
     )
 
 

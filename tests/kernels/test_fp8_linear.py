@@ -169,6 +169,18 @@ def test_a_changed_weight_is_cast_in_place(device: str) -> None:
     close(linear_fwd(x, weight)[0], want, "bfloat16")
 
 
+@pytest.mark.parametrize("scaling", ["delayed", "row"])  # where rows know nothing of each other
+@pytest.mark.parametrize("rows", [1, 17])
+def test_any_number_of_rows_goes_forward(scaling: Any, rows: int, device: str) -> None:
+    """As generation has them."""
+    x, _, b, r, _, weight = made(device, scaling, trained=False)
+    assert input_cast(weight, x[:rows]) is None
+    with weight.slots.x.state.unrecorded():
+        want = linear_fwd(x, weight, b, None, r)[0][:rows]
+        found = linear_fwd(x[:rows], weight, b, None, r[:rows])[0]
+    close(found, double(want), "bfloat16")
+
+
 def test_odd_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="multiples of 16"):
         Fp8Weight.of(normal("bfloat16", (24, 20)), slots_of("host", "tensor"), trained=True)

@@ -17,7 +17,8 @@ from surogate.models.init import init_model
 from surogate.models.lora import LoraSpec, init_adapter
 from surogate.models.names import named
 from surogate.models.registry import lookup
-from surogate.optim.adamw import AdamWConfig
+from surogate.models.tree import Model
+from surogate.optim.adamw import AdamWConfig, AdamWState
 from surogate.step import Feed, StepOptions, TrainStep
 from tests.oracle import same_bits, to_host
 
@@ -59,24 +60,40 @@ def test_bf16_gradients_point_where_float32_ones_do(name):
         assert np.linalg.norm(y) == pytest.approx(np.linalg.norm(x), rel=0.01), key
 
 
-def run(device: Device, config: ModelConfig, *, graphs: bool, lora: bool, recompute: Any) -> Any:
-    """Three steps of two micro-batches; returns losses and the trained arrays."""
-    model = device.put(init_model(config, 0, BF16))
+def run(
+    device: Device,
+    config: ModelConfig,
+    *,
+    graphs: bool,
+    lora: bool,
+    recompute: Any,
+    renewed: bool = False,
+) -> Any:
+    """Three steps of two micro-batches; returns losses and the trained arrays. ``renewed``: each of
+    a TrainStep of its own, which goes on from the arrays of the one before.
+    """
     spec = LoraSpec.of(8, 16, ["all"]) if lora else None
     adapter = device.put(init_adapter(config, spec, 0, BF16)) if spec else None
-    step = TrainStep(
-        device,
-        model,
-        adapter,
-        Settings(config, spec),
-        AdamWConfig(master_dtype="float32" if lora else "bfloat16"),
-        StepOptions(512, recompute, None, F32 if lora else BF16, 1.0, graphs),
-    )
-    losses = []
+
+    def made(model: Model, state: AdamWState | None = None) -> TrainStep:
+        return TrainStep(
+            device,
+            model,
+            adapter,
+            Settings(config, spec),
+            AdamWConfig(master_dtype="float32" if lora else "bfloat16"),
+            StepOptions(512, recompute, None, F32 if lora else BF16, 1.0, graphs),
+            state=state,
+        )
+
+    step, losses = made(device.put(init_model(config, 0, BF16))), []
     for _ in range(3):
         for part in range(2):
             step.micro(tokens_of(config, part))
         losses.append(step.update(1e-3).result())
+        if renewed:
+            step.settle()
+            step = made(step.model, step.state)
     return losses, [to_host(x) for x in tree.leaves(step.trainable)]
 
 
@@ -88,14 +105,16 @@ def test_graphs_eager_recomputation_and_repetition_give_the_same_bits(lora):
     with cupy.cuda.Stream(non_blocking=True):
         losses, weights = run(device, config, graphs=True, lora=lora, recompute="none")
         assert losses[2].loss < losses[0].loss and all(r.applied for r in losses)
-        for graphs, recompute in [
-            (True, "none"),
-            (False, "none"),
-            (True, "block"),
-            (True, "selective"),
+        for graphs, recompute, renewed in [
+            (True, "none", False),
+            (False, "none", False),
+            (True, "block", False),
+            (True, "selective", False),
+            (True, "none", True),
         ]:
-            again, other = run(device, config, graphs=graphs, lora=lora, recompute=recompute)
-            assert again == losses, (graphs, recompute)
+            how: Any = {"graphs": graphs, "recompute": recompute, "renewed": renewed}
+            again, other = run(device, config, lora=lora, **how)
+            assert again == losses, how
             for a, b in zip(weights, other, strict=True):
                 same_bits(a, b)
 

@@ -25,7 +25,7 @@ from surogate.models.blocks import Settings
 from surogate.models.config import ModelConfig, count, from_hf
 from surogate.models.init import init_model
 from surogate.models.lora import LoraSpec, init_adapter
-from surogate.models.memory import memory_of, parameter_counts, weight_arrays
+from surogate.models.memory import evaluation_walk, memory_of, parameter_counts, weight_arrays
 from surogate.models.pool import PAGE, Event, Pool, taken
 from surogate.models.recipe import (
     Fp8Options,
@@ -143,9 +143,9 @@ def recipe_of(work: Work) -> Recipe:
     stored = work.recipe.storage
     storing = QuantizedRecipe(work.config, Scope(), stored) if stored else Recipe()
     if isinstance(work.recipe, Nvfp4Settings):
-        return Nvfp4Recipe(work.config, work.recipe, storing=storing)
+        return Nvfp4Recipe(work.config, work.recipe, storing=storing, keep=work.plain_evaluation)
     assert isinstance(work.recipe, Fp8Options)
-    return Fp8Recipe(work.config, work.recipe, storing=storing)
+    return Fp8Recipe(work.config, work.recipe, storing=storing, keep=work.plain_evaluation)
 
 
 def step_of(work: Work) -> TrainStep:
@@ -167,6 +167,7 @@ def step_of(work: Work) -> TrainStep:
         graphs=False,
         longest=work.longest,
         widen=work.widen,
+        plain_evaluation=work.plain_evaluation,
     )
     optimizer = AdamWConfig(master_dtype="float32" if work.masters else "bfloat16")
     settings = Settings(work.config, work.lora)
@@ -275,6 +276,37 @@ def test_what_stored_weights_take_is_exact(card, recipe, targets):
     stored = Storage("fp8", 64)
     work = work_of(TWO, targets, CARD, "none", None, recipe and recipe._replace(storage=stored))
     work = work._replace(recipe=work.recipe or stored)
+    recipe, put = recipe_of(work), lambda path, array: array
+    room = making_room(put, work.config, work.lora)
+    before = card.live
+    model = init_model(work.config, 0, BF16, put=recipe.frozen(put, room, work.lora))
+    gc.collect()
+    vectors = [leaf for leaf in tree.leaves(model) if len(leaf.shape) == 1]  # not tracked
+    assert card.live - before == sum(weight_arrays(Walk(work))) - held(vectors)
+
+
+@pytest.mark.parametrize(
+    "recipe,targets",
+    [
+        (Fp8Options(), ()),
+        (FEW4, ALL),
+        (Fp8Options(), SOME),
+        (Fp8Options(storage=NF4), SOME),  # decoded for evaluations alone
+        (Nvfp4Settings(storage=NF4), ALL),
+    ],
+    ids=["fp8", "nvfp4 in part lora", "fp8 lora", "fp8 of nf4", "nvfp4 of nf4"],
+)
+def test_an_evaluation_in_bf16_is_exact(card, recipe, targets):
+    work = work_of(TWO, targets, CARD, "none", None, recipe)
+    work = work._replace(tokens=208, longest=104, plain_evaluation=True)
+    step, walk = step_of(work), evaluation_walk(work)
+    assert card.most(step.logprobs, step._feed.batch) == walk.evaluation()
+    assert walk.ledger.live == 0
+
+
+@pytest.mark.parametrize("recipe", [Fp8Options(), Nvfp4Settings()], ids=["fp8", "nvfp4"])
+def test_what_a_bf16_evaluation_keeps_is_exact(card, recipe):
+    work = work_of(TWO, ALL, CARD, "none", None, recipe)._replace(plain_evaluation=True)
     recipe, put = recipe_of(work), lambda path, array: array
     room = making_room(put, work.config, work.lora)
     before = card.live

@@ -117,6 +117,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "dataloader_num_workers": (3, {}),
     "eval_prompts": (["Hello"], {}),
     "eval_max_new_tokens": (8, {"eval_prompts": ["Hello"]}),
+    "eval_recipe": ("bf16", FP8),
     "early_stop": (True, {}),
     "early_stop_patience": (2, {"early_stop": True}),
     "early_stop_threshold": (0.1, {"early_stop": True}),

@@ -83,6 +83,8 @@ def test_true_is_not_one(tmp_path):
         ({"lora": False, "lora_target_modules": ["x"]}, "lora_target_modules", "lora = false"),
         ({"lora": False, "merge_adapter": True}, "merge_adapter", "lora = false"),
         ({"eval_max_new_tokens": 8}, "eval_max_new_tokens", "no eval_prompts"),
+        ({"eval_recipe": "bf16"}, "eval_recipe", "recipe = bf16"),
+        ({"recipe_until": 0.8}, "recipe_until", "recipe = bf16"),
         ({"early_stop_patience": 2}, "early_stop_patience", "early_stop = false"),
         ({"early_stop_threshold": 0.1}, "early_stop_threshold", "early_stop = false"),
         ({"wandb_name": "x"}, "wandb_name", "report_to does not name wandb"),

@@ -24,7 +24,7 @@ from surogate.models.config import from_hf
 from surogate.models.hf import write_model
 from surogate.models.init import init_model
 from surogate.models.lora import init_adapter
-from surogate.models.memory import CONTEXT_BYTES, memory_of
+from surogate.models.memory import CONTEXT_BYTES, memory_of, parameter_counts
 from surogate.models.registry import hf_config
 from surogate.models.widen import making_room
 from surogate.plan import SPARE, Place, cheapest_policy, find_model, in_words, predict, remedies
@@ -130,6 +130,30 @@ def test_evaluation_is_counted_where_there_is_some(make):
     assert predict(make(), model, "cuda").memory.evaluation > 0
     without = make(validation_split_ratio=0.0)
     assert predict(without, model, "cuda").memory.evaluation == 0
+
+
+def test_weights_that_bf16_evaluations_need_are_counted(make):
+    """Those of which the recipe keeps casts alone."""
+
+    def taken(**settings: Any) -> tuple[int, int]:
+        config = make(model="four layers", recompute="none", **settings)
+        memory = predict(config, find_model(config)[0], "cuda").memory
+        return memory.weights, memory.evaluation
+
+    plain = {"eval_recipe": "bf16"}
+    for recipe in ("fp8_hybrid", "nvfp4"):
+        full = {"recipe": recipe, "lora": False}
+        assert taken(**full, **plain)[0] == taken(**full)[0]
+        lora = {"recipe": recipe, "lora": True, "lora_rank": 1}
+        counts = parameter_counts(find_model(make(model="four layers"))[0], None)
+        more = taken(**lora, **plain)[0] - taken(**lora)[0]
+        matrices = 2 * (counts.attention + counts.mlp)
+        assert matrices < more < 1.05 * matrices  # widened by 64 columns and more
+        assert taken(**lora, **plain, validation_split_ratio=0.0)[0] == taken(**lora)[0]
+        stored = lora | {"qlora_bnb": True}
+        assert taken(**stored, **plain)[0] == taken(**stored)[0]
+    decoded = {"recipe": "fp8_hybrid", "lora": True, "qlora_bnb": True}  # for evaluations alone
+    assert taken(**decoded, **plain)[1] > taken(**decoded)[1]
 
 
 def test_cheapest_policy_is_the_fastest_that_fits(make):

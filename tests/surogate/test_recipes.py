@@ -9,6 +9,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from surogate import checkpoint as checkpoints
+from surogate.config import load_config
+from surogate.device import choose_device
+from surogate.optim.state import named_leaves, state_to_named
+from surogate.resume import take_
+from surogate.setup import load_sources, locate
+from surogate.train import train_step
 from tests.surogate.runs import invoke, prepare, steps, train, write_config
 
 FP8: dict[str, Any] = {"recipe": "fp8_hybrid"}
@@ -136,10 +143,33 @@ def test_goes_on_from_a_checkpoint_bit_for_bit(
 ENDING: dict[str, Any] = {"recipe_until": 0.5, "lr_scheduler_type": "constant"}  # after 3 of 6
 
 
+PROMPTS: dict[str, Any] = {"eval_prompts": ["the cat", "a dog sees"], "eval_max_new_tokens": 3}
+
+
+def evals(records: list[dict[str, Any]]) -> dict[int, tuple[str, float]]:
+    """The recipe and the loss of each evaluation."""
+    return {r["step"]: (r["recipe"], r["loss"]) for r in records if r["log"] == "eval"}
+
+
+def in_bf16(checkpoint: Path, out: str) -> None:
+    """The checkpoint of another run, which goes on from the same state in bf16."""
+    saved = checkpoints.load(checkpoint)
+    settings = saved.settings | {"recipe": "bf16", "recipe_until": 1.0}
+    trained = load_file(checkpoint / checkpoints.TRAINED)
+    optimizer = load_file(checkpoint / checkpoints.OPTIMIZER)
+    made = checkpoints.Checkpoint(saved.step, trained, optimizer, settings, saved.sources)
+    checkpoints.save(Path(out), made, keep=1)
+
+
 @pytest.mark.parametrize(
     "settings",
-    [FP8, FP8 | {"lora": True}, NVFP4["nvfp4"] | STORED["nf4"] | {"lora": True}],
-    ids=["fp8", "fp8 lora", "nvfp4 of nf4"],
+    [
+        FP8,
+        FP8 | {"lora": True},
+        FP8 | STORED["nf4"] | {"lora": True},  # which keeps no decoded matrix
+        NVFP4["nvfp4"] | STORED["nf4"] | {"lora": True},
+    ],
+    ids=["fp8", "fp8 lora", "fp8 of nf4", "nvfp4 of nf4"],
 )
 def test_a_recipe_ends_and_a_run_goes_on_around_it(
     folder: Path, out: str, settings: dict[str, Any]
@@ -147,22 +177,52 @@ def test_a_recipe_ends_and_a_run_goes_on_around_it(
     settings = settings | ENDING
     common: dict[str, Any] = {"save_steps": 1, "save_total_limit": 9, "eval_steps": 3}
     records = train(folder, output_dir=out, **settings, **common)
-    always = train(folder, output_dir=f"{out}-always", **settings | {"recipe_until": 1.0})
-    same = [a == b for a, b in zip(steps(records), steps(always), strict=True)]
-    assert same == [True, True, True, False, False, False]
     texts = [r["text"] for r in records if "text" in r]
     assert "step 3: products in bf16 from here on (recipe_until)" in texts
+    # Steps before the end are the recipe's, whatever evaluations look at.
+    plainly = {"recipe_until": 1.0, "eval_recipe": "bf16", "eval_steps": 1, **PROMPTS}
+    always = train(folder, output_dir=f"{out}-always", **settings | common | plainly)
+    same = [a == b for a, b in zip(steps(records), steps(always), strict=True)]
+    assert same == [True, True, True, False, False, False]
+    at = Path("step_00000002")
+    for file in (checkpoints.TRAINED, checkpoints.OPTIMIZER):
+        assert (out / at / file).read_bytes() == (f"{out}-always" / at / file).read_bytes()
+    assert evals(records)[3] == evals(always)[3] and evals(records)[3][0] == "bf16"
+    # Those after it are bf16's from the same state.
+    state = load_file(Path(out) / "step_00000003" / checkpoints.OPTIMIZER)
+    assert not [name for name in state if name.startswith(("fp8.", "nvfp4."))]
+    in_bf16(Path(out) / "step_00000003", f"{out}-bf16")
+    plain = settings | {"recipe": "bf16", "recipe_until": 1.0} | common
+    after = train(folder, output_dir=f"{out}-bf16", **plain)
+    assert steps(after) == steps(records)[3:]
+    assert evals(after) == evals(records)
     file = "adapter_model.safetensors" if settings.get("lora") else "model.safetensors"
     want = (Path(out) / file).read_bytes()
-    for last in (2, 3, 5):  # before, where it ends, after
+    assert (Path(f"{out}-bf16") / file).read_bytes() == want
+    some = settings["recipe"] == "nvfp4" or "lora" not in settings
+    for last in (2, 3, 5) if some else ():  # before, where it ends, after
         for path in Path(out).glob("step_*"):
             if int(path.name[-8:]) > last:
                 shutil.rmtree(path)
         again = train(folder, output_dir=out, **settings, **common)
         assert steps(again)[-1] == steps(records)[-1]
         assert (Path(out) / file).read_bytes() == want
-    state = load_file(Path(out) / "step_00000003" / "optimizer.safetensors")
-    assert not [name for name in state if name.startswith(("fp8.", "nvfp4."))]
+
+
+def test_the_best_of_a_recipe_is_taken_over_whole(folder: Path, out: str) -> None:
+    """By a step after it, with the moments and masters, which is what is exported."""
+    train(folder, output_dir=out, max_steps=2, **FP8)
+    saved = checkpoints.load(Path(out) / "step_00000002")
+    path = write_config(folder, output_dir=f"{out}-2", recompute="none")
+    config, device = load_config(path), choose_device("cpu")
+    step = train_step(config, device, load_sources(config, *locate(config), device))
+    take_(step, saved)
+    found = dict(named_leaves(step.trainable)) | state_to_named(step.state)
+    files = [load_file(saved.path / f) for f in (checkpoints.TRAINED, checkpoints.OPTIMIZER)]
+    want = {k: v for file in files for k, v in file.items() if not k.startswith("fp8.")}
+    assert found.keys() == want.keys()
+    for name, array in want.items():
+        np.testing.assert_array_equal(found[name], array)
 
 
 def test_evaluations_after_a_recipe_are_those_of_the_exported_model(folder: Path, out: str) -> None:
@@ -173,20 +233,25 @@ def test_evaluations_after_a_recipe_are_those_of_the_exported_model(folder: Path
     still = {"model": f"{out}-short", "learning_rate": 0.0, "max_steps": 1, "recipe": "bf16"}
     exported = train(folder, output_dir=f"{out}-exported", **still)
 
-    def losses(records: list[dict[str, Any]]) -> list[float]:
-        return [r["loss"] for r in records if r["log"] == "eval"]
-
-    in_recipe = losses(train(folder, output_dir=f"{out}-always", **short))
-    assert losses(ending)[0] == losses(exported)[0] != in_recipe[0]
+    in_recipe = train(folder, output_dir=f"{out}-always", **short)
+    assert evals(ending)[3] == evals(exported)[1] == ("bf16", evals(exported)[1][1])
+    assert evals(in_recipe)[3][1] != evals(ending)[3][1]
 
 
-def test_an_evaluation_does_not_touch_the_scales(folder: Path, out: str) -> None:
-    often = steps(train(folder, output_dir=out, eval_steps=1, **FP8))
-    assert often == steps(train(folder, output_dir=f"{out}-rarely", eval_steps=100, **FP8))
+@pytest.mark.parametrize("lora", [False, True])
+def test_an_evaluation_does_not_touch_the_scales(folder: Path, out: str, lora: bool) -> None:
+    settings = FP8 | {"lora": lora}
+    often = train(folder, output_dir=out, eval_steps=1, **PROMPTS, **settings)
+    rarely = train(folder, output_dir=f"{out}-rarely", eval_steps=100, **settings)
+    assert steps(often) == steps(rarely)
+    assert evals(often)[6] == evals(rarely)[6] and evals(rarely)[6][0] == "fp8_hybrid"
+    assert len([r for r in often if r["log"] == "sample"]) == 12
 
 
 def test_checkpoints_hold_the_history(folder: Path, out: str) -> None:
-    train(folder, output_dir=out, fp8_amax_history=4, **FP8)
+    settings = FP8 | {"fp8_amax_history": 4, "recipe_until": 0.9}  # rounded up: all 6 steps
+    records = train(folder, output_dir=out, **settings)
+    assert evals(train(folder, output_dir=out, **settings)) == evals(records)
     state = load_file(Path(out) / "step_00000006" / "optimizer.safetensors")
     assert state["fp8.history"].shape == (4, 24)
     used = state["fp8.history"] > 0

@@ -46,7 +46,9 @@ def step(number: int, **fields: Any) -> StepRecord:
 
 
 def evaluation(number: int) -> EvalRecord:
-    return EvalRecord(step=number, epoch=0.5, tokens=1000, loss=2.5, duration_ms=1250.0)
+    return EvalRecord(
+        step=number, epoch=0.5, tokens=1000, loss=2.5, recipe="bf16", duration_ms=1250.0
+    )
 
 
 class Clock:
@@ -168,6 +170,7 @@ def test_log_records(tmp_path):
             "epoch": 0.5,
             "tokens": 1000,
             "loss": 2.5,
+            "recipe": "bf16",
             "duration_ms": 1250.0,
             "sources": {},
         },

@@ -395,9 +395,9 @@ def test_resuming_holds_no_second_copy(folder, monkeypatch):
     filled = []
     real = checkpoint.fill_
 
-    def fill_(file: Path, arrays: Any, *, put: Any) -> None:
+    def fill_(file: Path, arrays: Any, **settings: Any) -> None:
         filled.append(sorted(arrays))
-        real(file, arrays, put=put)
+        real(file, arrays, **settings)
 
     monkeypatch.setattr(checkpoint, "fill_", fill_)
     assert invoke(write_config(folder, max_steps=2)).exit_code == 0

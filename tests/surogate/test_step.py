@@ -14,6 +14,7 @@ from surogate.kernels.arrays import F32
 from surogate.kernels.batch import IGNORED, Batch
 from surogate.models.blocks import Settings
 from surogate.models.lora import LoraSpec, init_adapter
+from surogate.models.recipe import Recipe
 from surogate.optim.adamw import AdamWConfig
 from surogate.optim.state import named_leaves
 from surogate.step import StepOptions, TrainStep, padding
@@ -49,9 +50,9 @@ def loaded(folder: Path, *, lora: bool) -> LoadedModel:
     return model._replace(adapter=adapter, settings=Settings(model.config, spec))
 
 
-def train_step(model: LoadedModel, **options: Any) -> TrainStep:
-    """A step over copies of the model's trained weights."""
-    copy = tree.map(np.copy, model.params)
+def train_step(model: LoadedModel, *, recipe: Recipe | None = None, **options: Any) -> TrainStep:
+    """A step over copies of the model's trained weights; with a recipe, over its frozen ones."""
+    copy = tree.map(np.copy, model.params) if recipe is None else model.params
     adapter = tree.map(np.copy, model.adapter)
     settings = dict(
         tokens=TOKENS,
@@ -68,6 +69,7 @@ def train_step(model: LoadedModel, **options: Any) -> TrainStep:
         model.settings,
         OPTIMIZER,
         StepOptions(**settings | options),  # type: ignore[arg-type]
+        recipe,
     )
 
 
