@@ -83,13 +83,19 @@ class _Layout(NamedTuple):
     def types(self, dtype: np.dtype) -> tuple[str, ...]:
         return (ctype(dtype), *map(str, self))
 
-    def split(self, tokens: int, *heads: int) -> list[int]:
-        """Blocks for each segment of heads, together as many as a card holds at once, or fewer."""
+    def split(self, tokens: int, *heads: int, even: bool = False) -> list[int]:
+        """Blocks for each segment of heads, together as many as a card holds at once, or fewer:
+        if ``even``, as few as take as many turns.
+        """
         items = [tokens * -(-count // self.heads) for count in heads]
         require(sum(items) < 1 << 31, f"qk_norm_rope: takes less than 2^31 items, got {sum(items)}")
         full = [-(-count * self.lanes // THREADS) for count in items]
         most = MULTIPROCESSORS * self.resident
         fair = [min(count, most * count // max(1, sum(full))) for count in full]
+        if even:
+            pairs = zip(full, fair, strict=True)
+            turns = max(1, *(-(-count // max(1, blocks)) for count, blocks in pairs))
+            fair = [-(-count // turns) for count in full]
         return [max(min(1, count), blocks) for count, blocks in zip(heads, fair, strict=True)]
 
 
@@ -114,7 +120,8 @@ def backward_blocks(
     tokens: int, heads: int, kv_heads: int, head_dim: int, rotary: int, dtype: np.dtype
 ) -> int:
     """Blocks of the backward on a card; each holds a float32 share of a weight's gradient."""
-    return sum(_layout(BACKWARD, dtype, head_dim, rotary, True).split(tokens, heads, kv_heads))
+    layout = _layout(BACKWARD, dtype, head_dim, rotary, True)
+    return sum(layout.split(tokens, heads, kv_heads, even=True))
 
 
 def _instances(tiles: Tiles) -> list[tuple[str, ...]]:
@@ -131,7 +138,12 @@ def _instances(tiles: Tiles) -> list[tuple[str, ...]]:
 
 SOURCE = Source(
     "qk_norm_rope",
-    {"qk_norm_rope_fwd": _instances(FORWARD), "qk_norm_rope_bwd": _instances(BACKWARD)},
+    {
+        "qk_norm_rope_fwd": _instances(FORWARD),
+        "qk_norm_rope_bwd": [
+            (*types, frozen) for types in _instances(BACKWARD) for frozen in ("true", "false")
+        ],
+    },
 )
 
 Heads = Float[Array, "tokens heads head_dim"]
@@ -376,7 +388,7 @@ def _backward_kernel(
         return None, None
     layout = _chosen(res, BACKWARD, dqkv, dq, dk)
     tokens, _, head_dim = dqkv.shape
-    blocks = layout.split(tokens, res.heads, res.kv_heads)
+    blocks = layout.split(tokens, res.heads, res.kv_heads, even=True)
     partial = None
     if not all(isinstance(t, Frozen) for t in targets):
         partial = empty((sum(blocks), head_dim), F32, like=dqkv)
@@ -387,7 +399,7 @@ def _backward_kernel(
     arrays = [dqkv, partial, dq, dk, res.qkv, res.q_weight, res.k_weight, *res.table]
     SOURCE.launch(
         "qk_norm_rope_bwd",
-        layout.types(dqkv.dtype),
+        (*layout.types(dqkv.dtype), str(partial is None).lower()),
         sum(blocks),
         THREADS,
         [*arrays, res.positions, *strides, blocks[0]] + _sizes(res, dqkv, res.heads, res.kv_heads),

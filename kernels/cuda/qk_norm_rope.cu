@@ -211,11 +211,12 @@ __device__ __forceinline__ void store_share(float* partial, float* shared, float
 }
 
 // With x the head before the norm, d its gradient after it, w the weight and r = 1 / rms(x):
-// dweight = sum of d x r, dx = r (d w - x r^2 mean(d w x)).
-template <typename T, int N, int SLOTS, int LANES, int DIM, int HEADS, int RESIDENT>
+// dweight = sum of d x r, dx = r (d w - x r^2 mean(d w x)). FROZEN: without dweight, whose shares would
+// take registers all the same.
+template <typename T, int N, int SLOTS, int LANES, int DIM, int HEADS, int RESIDENT, bool FROZEN>
 __global__ void __launch_bounds__(LAUNCH_THREADS, RESIDENT)
     qk_norm_rope_bwd(T* dqkv,                            // (tokens, heads + 2 * kv_heads, head_dim), dv untouched
-                     float* __restrict__ partial,        // (blocks, head_dim): shares of dweight, or null
+                     float* __restrict__ partial,        // (blocks, head_dim): shares of dweight; null if FROZEN
                      const T* dq,                        // (tokens, heads, head_dim), or null: dq and dk in dqkv
                      const T* dk,                        // (tokens, kv_heads, head_dim)
                      const T* __restrict__ qkv,          // (tokens, heads + 2 * kv_heads, head_dim)
@@ -228,7 +229,7 @@ __global__ void __launch_bounds__(LAUNCH_THREADS, RESIDENT)
                      int q_blocks, int tokens, int heads, int kv_heads, int any_dim, int any_half, float eps,
                      float offset) {
     const int head_dim = DIM ? DIM : any_dim, half = DIM ? DIM / 2 : any_half;
-    DYNAMIC_SHARED(float, shared);  // (warps, head_dim), when partial is given
+    DYNAMIC_SHARED(float, shared);  // (warps, head_dim), unless FROZEN
     bool keys = blockIdx.x >= q_blocks;
     int count = keys ? kv_heads : heads, skipped = (keys ? heads : 0) * head_dim;
     Walk<LANES, HEADS> walk(keys ? blockIdx.x - q_blocks : blockIdx.x, keys ? gridDim.x - q_blocks : q_blocks, count);
@@ -238,6 +239,7 @@ __global__ void __launch_bounds__(LAUNCH_THREADS, RESIDENT)
     const T* values = qkv + skipped;
     float per_column = 1.0f / head_dim;
 
+    int position = walk.token < tokens ? positions[walk.token] : 0;  // first: the angles wait for it
     Piece<T, N, SLOTS> grad[HEADS], value[HEADS];
     auto load = [&](int u) {
         bool present = walk.token < tokens && walk.head() + u < count;
@@ -247,7 +249,6 @@ __global__ void __launch_bounds__(LAUNCH_THREADS, RESIDENT)
     };
 #pragma unroll
     for (int u = 0; u < HEADS; ++u) load(u);
-    int position = walk.token < tokens ? positions[walk.token] : 0;
     Scale<N, SLOTS> scale(keys ? k_weight : q_weight, offset, at);
     float share_low[SLOTS][N] = {}, share_high[SLOTS][N] = {};
     while (warp_ballot(walk.token < tokens)) {
@@ -285,8 +286,8 @@ __global__ void __launch_bounds__(LAUNCH_THREADS, RESIDENT)
             for (int i = 0; i < SLOTS; ++i) {
                 for (int j = 0; j < N; ++j) {
                     float a = value[u].low[i].get(j), b = value[u].high[i].get(j);
-                    share_low[i][j] += lo[u][i][j] * (a * r);
-                    share_high[i][j] += hi[u][i][j] * (b * r);
+                    if (!FROZEN) share_low[i][j] += lo[u][i][j] * (a * r);
+                    if (!FROZEN) share_high[i][j] += hi[u][i][j] * (b * r);
                     lo[u][i][j] = r * (lo[u][i][j] * scale.low[i][j] - a * c);
                     hi[u][i][j] = r * (hi[u][i][j] * scale.high[i][j] - b * c);
                 }
@@ -297,6 +298,6 @@ __global__ void __launch_bounds__(LAUNCH_THREADS, RESIDENT)
             load(u);
         }
     }
-    if (partial)
+    if (!FROZEN)
         store_share(partial + int64_t(blockIdx.x) * head_dim, shared, share_low, share_high, at, head_dim);
 }
