@@ -74,8 +74,14 @@ from surogate.kernels.quant.codes import E2M1, E4M3, codes_of, pack, unpack, val
 from surogate.kernels.rounding import random_bits
 
 TOKENS = 32  # a cast along tokens is padded with zeros to a multiple: 16 bytes of codes
-PANEL_ROWS, PANEL_COLUMNS, PANELS = 16, 64, 2  # as nvfp4.cu has them
+PANEL_ROWS, PANEL_COLUMNS = 16, 64  # as nvfp4.cu has them, and the next two lines
 TOKEN_COLUMNS, SPAN = 64, 256
+# Thread blocks of a multiprocessor: along rows, where little or much is kept; along tokens, of
+# four over six, of stochastic rounding, and else.
+RESIDENT, TOKEN_RESIDENT = {False: 4, True: 3}, (2, 3, 4)
+# A warp walks over three panels at least, where there are so many. Casts that wait for memory are
+# best so: longer walks leave the rows that are read at a time far apart.
+WALK = 2.9
 PHILOX_ROUNDS = 7  # of the random bits: the least that pass the tests of randomness
 SIGNS = 0xD7E8  # of the Hadamard transform: bit i set changes the sign of token i of each 16
 ALONG_COLUMNS, ALONG_TOKENS = 3, 4  # roles of random bits, beside those of rounding.py
@@ -98,12 +104,14 @@ SOURCE = Source(
             for values in _BOTH
             if not (tall and stochastic)
         ],
-        "nvfp4_tokens": [
-            _types(transform, four, stochastic, values)
-            for transform in _BOTH
-            for four, stochastic in _FORMS
-            for values in _BOTH
-        ],
+        **{
+            kernel: [
+                _types(transform, four, stochastic)
+                for transform in _BOTH
+                for four, stochastic in _FORMS
+            ]
+            for kernel in ("nvfp4_tokens", "nvfp4_token_codes")
+        },
         "nvfp4_amax": [_types(transform) for transform in _BOTH],
         "nvfp4_alpha": [()],
         "nvfp4_transpose": [()],
@@ -203,7 +211,7 @@ def nvfp4_cast(
             cast.values, cast.codes, cast.scales, x, row_stride("x", x), amax,
             *_draw_arguments(draw, ALONG_COLUMNS), rows, columns, *_scaling_arguments(scaling),
         ]  # fmt: skip
-        grid = (-(-rows // (PANELS * PANEL_ROWS)), -(-columns // (THREADS // 32 * PANEL_COLUMNS)))
+        grid = _grid(rows, columns, RESIDENT[tall and four_over_six], short=True)
         SOURCE.launch("nvfp4_rows", types, grid, THREADS, args)
     return cast
 
@@ -240,17 +248,20 @@ def nvfp4_cast_tokens(
             wide, amax = transformed(wide, signs), amax * np.float32(4)
         found = quantise(wide.T, noise, amax, scaling, tall=None, four_over_six=four_over_six)
         return _host_store(cast, *found)
-    types = _types(signs is not None, four_over_six, draw is not None, emulated)
-    if padded:
+    types = _types(signs is not None, four_over_six, draw is not None)
+    if padded and columns:
         args = [
-            cast.values, cast.codes, cast.scales, x, row_stride("x", x), amax,
-            *_draw_arguments(draw, ALONG_TOKENS), np.uint32(signs or 0), tokens, padded, columns,
-            *_scaling_arguments(scaling),
+            x, row_stride("x", x), amax, *_draw_arguments(draw, ALONG_TOKENS),
+            np.uint32(signs or 0), tokens, padded, columns, *_scaling_arguments(scaling),
         ]  # fmt: skip
-        ahead = emulated and (four_over_six or draw is not None)
-        span = 2 * SPAN if ahead else SPAN
-        grid = (-(-columns // TOKEN_COLUMNS), -(-padded // span))
-        SOURCE.launch("nvfp4_tokens", types, grid, THREADS, args)
+        if cast.codes is None:
+            form = 0 if four_over_six else 1 if draw is not None else 2
+            grid = _grid(padded, columns, TOKEN_RESIDENT[form], short=form == 2)
+            SOURCE.launch("nvfp4_tokens", types, grid, THREADS, [cast.values, *args])
+        else:
+            spans = (-(-columns // TOKEN_COLUMNS), -(-padded // SPAN))
+            results = [cast.codes, cast.scales]
+            SOURCE.launch("nvfp4_token_codes", types, spans, THREADS, [*results, *args])
     return cast
 
 
@@ -336,6 +347,17 @@ def _draw_arguments(draw: Draw | None, role: int) -> list[object]:
     if draw is None:
         return [None, np.uint32(0), np.uint32(role), np.int64(0)]
     return [draw.key, np.uint32(draw.tensor), np.uint32(role), np.int64(draw.first)]
+
+
+def _grid(rows: int, columns: int, resident: int, *, short: bool) -> int:
+    """Thread blocks whose warps walk over the panels of a matrix: as many as there is room for at
+    once, or that twice, four times and so on, while walks are not too ``short``.
+    """
+    panels = -(-rows // PANEL_ROWS) * -(-columns // PANEL_COLUMNS)
+    most, blocks = -(-panels // (THREADS // 32)), resident * multiprocessors()
+    while short and most >= 2 * WALK * blocks:
+        blocks *= 2
+    return min(blocks, most)
 
 
 def _scaling_arguments(scaling: Scaling) -> list[float]:

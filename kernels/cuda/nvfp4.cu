@@ -1,212 +1,46 @@
 // Casts to NVFP4, the largest magnitudes that they need, and the transpose of codes. kernels/nvfp4.py has the formulas.
 // A warp works on a panel of 16 rows, of which it reads whole 128-byte lines.
-#include "quant.cuh"
-#include "rounding.cuh"
+#include "nvfp4.cuh"
 
-constexpr int BLOCK = 16;  // values that share a scale
-constexpr int PANEL_ROWS = 16, PANEL_COLUMNS = 64;
-constexpr int PANELS = 2;          // one below the other, that a warp casts along rows
 constexpr int TOKEN_COLUMNS = 64;  // of a warp where blocks lie along tokens
-constexpr int SPAN = 256;          // tokens of a thread block of the casts along tokens, twice that where it reads ahead
-constexpr int ROWS_OF_LANE = 4;    // casts along rows: a lane has eight neighbouring columns of every fourth row
-constexpr int RESIDENT = 4;        // thread blocks of a multiprocessor: 64 registers a thread
+constexpr int SPAN = 256;          // tokens of a thread block that writes codes along tokens
 constexpr int PHILOX_ROUNDS = 7;   // the least that pass the tests of randomness
+// Thread blocks of a multiprocessor, as kernels/nvfp4.py has them: 80 registers a thread for the few that need them,
+// else 64.
+template <bool MUCH> constexpr int RESIDENT = MUCH ? 3 : 4;
+// And along tokens, where what takes long gains by registers: four over six at 4096 x 12288 on an H200 takes 55.6 us
+// with two, 57.4 with three and 58.1 with four.
+template <bool FOUR, bool STOCHASTIC> constexpr int TOKEN_RESIDENT = FOUR ? 2 : STOCHASTIC ? 3 : 4;
 
-// Where the scale of (row, block of columns) lies in 128 x 4 tiles of 512 bytes, `tiles` of them side by side.
-__device__ __forceinline__ int64_t scale_offset(int row, int block, int tiles) {
-    int64_t tile = int64_t(row / 128) * tiles + block / 4;
-    return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
-}
-__device__ __forceinline__ int scale_tiles(int columns) { return (columns / BLOCK + 3) / 4; }
-
-struct TensorScale {
-    float up, down, per_block;
-};
-// Above LEAST_AMAX, reciprocals of scales are far from the ends of the range of floats.
-__device__ __forceinline__ TensorScale tensor_scale(float amax, float range, float inverse_target) {
-    constexpr float LEAST_AMAX = 4.930380657631324e-32f;  // 2^-104
-    float up = amax > LEAST_AMAX && amax < INFINITY ? __fdiv_rn(range, amax) : 1.0f;
-    return {up, __frcp_rn(up), exact_mul(up, inverse_target)};
-}
-
-// Two bf16 numbers in a word, or what belongs to them.
-struct Two {
-    float low, high;
-};
-__device__ __forceinline__ Two values_of(uint32_t word) {
-    return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)};
-}
-
-// The words of a lane hold two columns, a block each, or the values of one block alone: those of two neighbours (16
-// columns of a row), or of eight (16 columns of 16 rows).
-enum Spread { APART, PAIR, TILE };
-// Of magnitudes whose signs mean nothing.
-template <Spread SPREAD> __device__ __forceinline__ Two spread_max(Two value) {
-    if (SPREAD == APART) return {fabsf(value.low), fabsf(value.high)};
-    float most = fmaxf(fabsf(value.low), fabsf(value.high));
-    most = fmaxf(most, warp_shfl_xor(most, 1));
-    if (SPREAD == TILE)
-        for (int mask = 8; mask <= 16; mask *= 2) most = fmaxf(most, warp_shfl_xor(most, mask));
-    return {most, most};
-}
-template <Spread SPREAD> __device__ __forceinline__ Two spread_sum(Two value) {
-    if (SPREAD == APART) return value;
-    float sum = exact_add(value.low, value.high);
-    sum = exact_add(sum, warp_shfl_xor(sum, 1));
-    if (SPREAD == TILE)
-        for (int mask = 8; mask <= 16; mask *= 2) sum = exact_add(sum, warp_shfl_xor(sum, mask));
-    return {sum, sum};
-}
-
-// Two magnitudes on the grid of E2M1 as bf16: up where bits16 units of 2^-16 of a step, added to one, which is rounded to
-// such units, reach the next value. `noise` is 64 + bits16 / 2^17, and the power of two below a magnitude two steps, so
-// that the sum has a bf16 for each value, to which it is cut off.
-__device__ __forceinline__ uint32_t e2m1_stochastic(Two a, Two noise) {
-    auto power_below = [](float a) { return fmaxf(__uint_as_float(__float_as_uint(a) & 0x7F800000u), 1.0f); };
-    Two power = {power_below(a.low), power_below(a.high)};
-    uint32_t moved = word_of(__fmaf_rn(noise.low, power.low, a.low), __fmaf_rn(noise.high, power.high, a.high));
-    return fma_bf16x2(word_of(power.low, power.high), 0xC280C280u, moved);  // less 64 powers
-}
-
-// The random bits of words of two neighbours in a row, and of words of two columns.
-struct NoNoise {
-    __device__ __forceinline__ Two operator()(int) const { return {0.0f, 0.0f}; }
-};
-__device__ __forceinline__ float noise_of(uint32_t word, int half) {
-    return __uint_as_float(__byte_perm(word, 0x4280u, half ? 0x5432 : 0x5410));
-}
-struct RowNoise {
-    uint32_t word[4];
-    __device__ __forceinline__ Two operator()(int i) const { return {noise_of(word[i], 0), noise_of(word[i], 1)}; }
-};
-struct TokenNoise {
-    uint32_t word[4][4];  // column + 2 * (eight tokens)
-    __device__ __forceinline__ Two operator()(int i) const {
-        return {noise_of(word[i / 8 * 2][i % 8 / 2], i % 2), noise_of(word[i / 8 * 2 + 1][i % 8 / 2], i % 2)};
-    }
-};
-
-__device__ __forceinline__ float block_up(float scale, TensorScale tensor) {
-    return scale > 0.0f ? exact_reciprocal(exact_mul(scale, tensor.down)) : 0.0f;
-}
-
-// The scale of a block whose largest value would be `ideal` units of it, and what x is multiplied by. Subnormal
-// scales go up where nothing may be clipped.
-struct BlockScale {
-    float scale, up;
-};
-template <bool STOCHASTIC> __device__ __forceinline__ BlockScale block_scale(float ideal, TensorScale tensor) {
-    ideal = fminf(ideal, 448.0f);
-    float scale = e4m3_nearest(ideal);
-    if (STOCHASTIC && ideal < 0.015625f && scale < ideal) scale += 0.001953125f;
-    return {scale, block_up(scale, tensor)};
-}
-
-struct Scales {
-    BlockScale low, high;
-};
-
-// The magnitudes of x over their scales on the grid.
-template <bool STOCHASTIC, int N, typename Noise>
-__device__ __forceinline__ void round_words(uint32_t (&q)[N], const uint32_t (&x)[N], Scales scales,
-                                            const Noise& noise) {
+// 16 bytes of x, or in their place of what is written for them.
+__device__ __forceinline__ void get_chunk(uint32_t* word, const uint32_t* chunk) {
+    auto four = Vec<uint32_t, 4>::load(chunk);
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-        Two value = values_of(x[i]);
-        Two a = {exact_mul(fabsf(value.low), scales.low.up), exact_mul(fabsf(value.high), scales.high.up)};
-        q[i] = STOCHASTIC ? e2m1_stochastic(a, noise(i)) : word_of(e2m1_nearest(a.low), e2m1_nearest(a.high));
-    }
+    for (int i = 0; i < 4; ++i) word[i] = four.data[i];
+}
+__device__ __forceinline__ void put_chunk(uint32_t* chunk, const uint32_t* word) {
+    Vec<uint32_t, 4>{word[0], word[1], word[2], word[3]}.store(chunk);
 }
 
-// The same of two scales for each block, the first with the signs of x, and the sums of the squares of what rounding
-// changed, in units of the scales. CLIP: nothing past 6.
-template <bool CLIP, int N>
-__device__ __forceinline__ void round_twice(uint32_t (&q)[2][N], Two (&error)[2], const uint32_t (&x)[N],
-                                            const Scales (&scales)[2]) {
-    error[0] = error[1] = {0.0f, 0.0f};
-    auto rounded = [](float value, float up, float& error) {
-        return e2m1_nearest<CLIP>(exact_mul(fabsf(value), up), error);
-    };
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        Two value = values_of(x[i]);
-#pragma unroll
-        for (int k = 0; k < 2; ++k)
-            q[k][i] = word_of(rounded(value.low, scales[k].low.up, error[k].low),
-                              rounded(value.high, scales[k].high.up, error[k].high));
-        q[0][i] |= x[i] & SIGNS_OF_TWO;
-    }
-}
-
-// With the signs of x: the better of the largest value on 6 and the largest on 4. `most` are the largest values, `ideal`
-// the scales that put them on 6.
-template <Spread SPREAD, int N>
-__device__ __forceinline__ Scales four_over_six(uint32_t (&q)[N], const uint32_t (&x)[N], TensorScale tensor,
-                                                Two most, Two ideal) {
-    Scales scales[2];
-    Two error[2];
-    uint32_t both[2][N];
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-        float wider = k ? 1.5f : 1.0f;
-        scales[k] = {block_scale<false>(exact_mul(wider, fminf(ideal.low, 448.0f)), tensor),
-                     block_scale<false>(exact_mul(wider, fminf(ideal.high, 448.0f)), tensor)};
-    }
-    // The largest value of 1.5 times the scale passes 6.5 where this one does, and in no other case.
-    float top = fmaxf(exact_mul(most.low, scales[0].low.up), exact_mul(most.high, scales[0].high.up));
-    if (top > 6.5f) round_twice<true>(both, error, x, scales);
-    else round_twice<false>(both, error, x, scales);
-    Two sum[2];
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-        sum[k] = spread_sum<SPREAD>(error[k]);
-        float low = scales[k].low.scale, high = scales[k].high.scale;
-        sum[k] = {exact_mul(exact_mul(low, low), sum[k].low), exact_mul(exact_mul(high, high), sum[k].high)};
-    }
-    // A scale of zero loses the block: the wider one is better, if that is not zero too.
-    bool low = sum[1].low < sum[0].low || scales[0].low.scale == 0.0f;
-    bool high = sum[1].high < sum[0].high || scales[0].high.scale == 0.0f;
-    uint32_t mask = (low ? 0x7FFFu : 0u) | (high ? 0x7FFF0000u : 0u);
-#pragma unroll
-    for (int i = 0; i < N; ++i) q[i] = (both[1][i] & mask) | (both[0][i] & ~mask);
-    return {low ? scales[1].low : scales[0].low, high ? scales[1].high : scales[0].high};
-}
-
-// Scales of the blocks of x and, unless only CODES to nearest are wanted, x on the grid. Without FOUR, signs, and what is
-// past 6 where a subnormal scale was rounded down or amax was not that of the tensor, are left to whoever writes it.
-template <Spread SPREAD, bool FOUR, bool STOCHASTIC, bool CODES, int N, typename Noise>
-__device__ __forceinline__ Scales quantise(uint32_t (&q)[N], const uint32_t (&x)[N], TensorScale tensor,
-                                           const Noise& noise) {
-    uint32_t top = 0u;
-#pragma unroll
-    for (int i = 0; i < N; ++i) top = max_magnitudes(top, x[i]);
-    Two most = spread_max<SPREAD>(values_of(top));
-    Two ideal = {exact_mul(most.low, tensor.per_block), exact_mul(most.high, tensor.per_block)};
-    if constexpr (FOUR) return four_over_six<SPREAD>(q, x, tensor, most, ideal);
-    Scales scales = {block_scale<STOCHASTIC>(ideal.low, tensor), block_scale<STOCHASTIC>(ideal.high, tensor)};
-    if (STOCHASTIC || !CODES) round_words<STOCHASTIC>(q, x, scales, noise);
-    return scales;
-}
-
-// q times scale, exact in bf16, with the sign of x.
-template <bool FOUR> __device__ __forceinline__ uint32_t scaled(uint32_t q, uint32_t x, Scales scales) {
-    uint32_t both = word_of(scales.low.scale, scales.high.scale);
-    if (FOUR) return mul_bf16x2(q, both);
-    return mul_bf16x2(min_bf16x2(q, 0x40C040C0u), both) | (x & SIGNS_OF_TWO);
-}
-// What is encoded: q, or, where the encoder rounds, x over its scale.
+// Codes of eight values in a row.
 template <bool FOUR, bool STOCHASTIC>
-__device__ __forceinline__ Two unscaled(uint32_t q, uint32_t x, Scales scales) {
-    if (FOUR) return values_of(q);
-    if (STOCHASTIC) return values_of(q | (x & SIGNS_OF_TWO));
-    Two value = values_of(x);
-    return {exact_mul(value.low, scales.low.up), exact_mul(value.high, scales.high.up)};
+__device__ __forceinline__ uint32_t encode_eight(const uint32_t* q, const uint32_t* x, Scales scale) {
+    float out[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        Two both = unscaled<FOUR, STOCHASTIC>(q[i], x[i], scale);
+        out[2 * i] = both.low, out[2 * i + 1] = both.high;
+    }
+    return encode_nibbles(out);
 }
 
 // Blocks along the columns: 1x16, or 16x16 when TALL. Either `values` (q times scale, exact in bf16) or `codes`
 // and `scales` are written. The random bits of an element are those of its index in the whole matrix.
+// Warps walk over the panels of the matrix, with the next one on its way. A lane has whole blocks of two rows, whose
+// values it puts back into the panel so that lines are written as they were read; the lanes of a TALL block have what
+// they read.
 template <bool TALL, bool FOUR, bool STOCHASTIC, bool VALUES>
-__global__ void __launch_bounds__(LAUNCH_THREADS, RESIDENT)
+__global__ void __launch_bounds__(LAUNCH_THREADS, RESIDENT<TALL && FOUR>)
     nvfp4_rows(bf16* __restrict__ values,     // (rows, columns)
                uint8_t* __restrict__ codes,   // (rows, columns / 2)
                uint8_t* __restrict__ scales,  // 128 x 4 tiles of (rows, columns / 16)
@@ -215,61 +49,93 @@ __global__ void __launch_bounds__(LAUNCH_THREADS, RESIDENT)
                const uint32_t* __restrict__ key,  // seed, step
                uint32_t tensor, uint32_t role, int64_t first, int rows, int columns, float range,
                float inverse_target) {
-    constexpr int N = 8, TOGETHER = TALL ? ROWS_OF_LANE : 1;  // packs of a lane that share a scale
-    constexpr int WORDS = TOGETHER * N / 2;
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int column = (blockIdx.y * (blockDim.x / 32) + warp) * PANEL_COLUMNS + lane % 8 * N;
-    if (column - lane % 8 * N >= columns) return;
+    constexpr int WARPS = LAUNCH_THREADS / 32, ACROSS = PANEL_COLUMNS / BLOCK;
+    __shared__ __align__(16) uint32_t staged[WARPS][2 * Panels<!TALL>::SIZE];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, down = lane / ACROSS, right = lane % ACROSS;
+    Panels<!TALL> panels(staged[warp]);
+    // Where a lane has its blocks, from where it has copied.
+    int chunk[2] = {panels.chunk(down, 2 * right), panels.chunk(down, 2 * right + 1)};
+    for (int& place : chunk) place -= panels.chunk(lane / 8, lane % 8);
+    Walk walk(gridDim.x * WARPS, columns);
+    Walk::Place at = walk.start(blockIdx.x * WARPS + warp), ahead = at;
+    auto load = [&] {
+        if (ahead.row < rows) panels.load(x, stride, ahead.row, ahead.column, rows, columns);
+        cp_async_commit();
+    };
+    load();
     TensorScale whole = tensor_scale(*amax, range, inverse_target);
 #pragma unroll 1
-    for (int panel = blockIdx.x * PANELS; panel < (blockIdx.x + 1) * PANELS; ++panel) {
-        if (panel * PANEL_ROWS >= rows) break;
-        int row = panel * PANEL_ROWS + lane / 8;
-        Pack<bf16, N> pack[ROWS_OF_LANE];
-        const bf16* from = x + int64_t(row) * stride + column;
+    for (; at.row < rows; at = ahead) {
+        walk.next(ahead);
+        uint32_t* here = panels.to;
+        panels.turn();
+        load();
+        cp_async_wait<1>();
+        warp_sync();
+        int row = at.row, column = at.column;
+        if constexpr (TALL) {
+            uint32_t q[4 * ROWS_OF_LANE], word[4 * ROWS_OF_LANE];
+            row += lane / 8, column += lane % 8 * 8;
 #pragma unroll
-        for (int k = 0; k < ROWS_OF_LANE; ++k) {
-            if (row + 4 * k < rows && column < columns) pack[k].load(from + 4 * k * int64_t(stride));
-            else pack[k].clear();
-        }
-        RowNoise noise[ROWS_OF_LANE];
-        if (STOCHASTIC) {
-            uint32_t counters[ROWS_OF_LANE][4];
-            for (int k = 0; k < ROWS_OF_LANE; ++k)
-                set_counter(counters[k], ((first + row + 4 * k) * columns + column) / ROUNDING_GROUP, tensor, role);
-            philox_calls<PHILOX_ROUNDS>(counters, key[0], key[1]);
-            for (int i = 0; i < 4 * ROWS_OF_LANE; ++i) noise[i / 4].word[i % 4] = counters[i / 4][i % 4];
-        }
-        int64_t place = int64_t(row) * columns + column;
+            for (int k = 0; k < ROWS_OF_LANE; ++k) get_chunk(&word[4 * k], here + 4 * k * panels.ROW);
+            Scales scale = quantise<TILE, FOUR, false, !VALUES>(q, word, whole, NoNoise());
+            if (column < columns) {
 #pragma unroll
-        for (int k = 0; k < ROWS_OF_LANE; k += TOGETHER) {
-            uint32_t q[WORDS], word[WORDS];
+                for (int k = 0; k < ROWS_OF_LANE; ++k) {
+                    int64_t place = int64_t(row + 4 * k) * columns + column;
+                    if (VALUES) {
 #pragma unroll
-            for (int i = 0; i < WORDS; ++i) word[i] = pack[k + i / 4].word[i % 4];
-            Scales scale = quantise<TALL ? TILE : PAIR, FOUR, STOCHASTIC, !VALUES>(q, word, whole, noise[k]);
-#pragma unroll
-            for (int i = 0; i < TOGETHER; ++i, place += 4 * int64_t(columns)) {
-                int to = row + 4 * (k + i);
-                if (to >= rows || column >= columns) continue;
-                if (VALUES) {
-#pragma unroll
-                    for (int j = 0; j < N / 2; ++j)
-                        pack[k + i].word[j] = scaled<FOUR>(q[4 * i + j], word[4 * i + j], scale);
-                    pack[k + i].store(values + place);
-                } else {
-                    float out[N];
-#pragma unroll
-                    for (int j = 0; j < N / 2; ++j) {
-                        Two both = unscaled<FOUR, STOCHASTIC>(q[4 * i + j], word[4 * i + j], scale);
-                        out[2 * j] = both.low, out[2 * j + 1] = both.high;
+                        for (int i = 4 * k; i < 4 * k + 4; ++i) word[i] = scaled<FOUR>(q[i], word[i], scale);
+                        put_chunk(reinterpret_cast<uint32_t*>(values + place), &word[4 * k]);
+                    } else {
+                        *reinterpret_cast<uint32_t*>(codes + place / 2) =
+                            encode_eight<FOUR, false>(&q[4 * k], &word[4 * k], scale);
+                        if (lane % 2 == 0)
+                            scales[scale_offset(row + 4 * k, column / BLOCK, scale_tiles(columns))] =
+                                uint8_t(encode<E4M3>(scale.low.scale));
                     }
-                    *reinterpret_cast<uint32_t*>(codes + place / 2) = encode_nibbles(out);
-                    if (lane % 2 == 0)
-                        scales[scale_offset(to, column / BLOCK, scale_tiles(columns))] =
-                            uint8_t(encode<E4M3>(scale.low.scale));
                 }
             }
+        } else {
+            int64_t place = int64_t(row + down) * columns + column + right * BLOCK;
+            RowNoise noise[2];
+            if (STOCHASTIC) {
+                uint32_t counters[4][4];
+                int64_t group = (first * columns + place) / ROUNDING_GROUP;
+                for (int i = 0; i < 4; ++i) set_counter(counters[i], group + i / 2 * columns + i % 2, tensor, role);
+                philox_calls<PHILOX_ROUNDS>(counters, key[0], key[1]);
+                for (int i = 0; i < 16; ++i) noise[i / 8].word[i / 4 % 2][i % 4] = counters[i / 4][i % 4];
+            }
+#pragma unroll
+            for (int r = 0; r < 2; ++r, place += 8 * int64_t(columns)) {
+                uint32_t q[BLOCK / 2], word[BLOCK / 2];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) get_chunk(&word[4 * i], here + chunk[i] + 8 * r * panels.ROW);
+                Scales scale = quantise<WHOLE, FOUR, STOCHASTIC, !VALUES>(q, word, whole, noise[r]);
+                if (VALUES) {
+#pragma unroll
+                    for (int i = 0; i < BLOCK / 2; ++i) word[i] = scaled<FOUR>(q[i], word[i], scale);
+                    for (int i = 0; i < 2; ++i) put_chunk(here + chunk[i] + 8 * r * panels.ROW, &word[4 * i]);
+                } else if (row + down + 8 * r < rows && column + right * BLOCK < columns) {
+                    Vec<uint32_t, 2>{encode_eight<FOUR, STOCHASTIC>(q, word, scale),
+                                     encode_eight<FOUR, STOCHASTIC>(q + 4, word + 4, scale)}
+                        .store(reinterpret_cast<uint32_t*>(codes + place / 2));
+                    scales[scale_offset(row + down + 8 * r, column / BLOCK + right, scale_tiles(columns))] =
+                        uint8_t(encode<E4M3>(scale.low.scale));
+                }
+            }
+            if (VALUES) {
+                warp_sync();
+                row += lane / 8, column += lane % 8 * 8;
+                bf16* to = values + int64_t(row) * columns + column;
+#pragma unroll
+                for (int k = 0; k < ROWS_OF_LANE; ++k, to += 4 * int64_t(columns))
+                    if (row + 4 * k < rows && column < columns)
+                        Vec<uint32_t, 4>::load(here + 4 * k * panels.ROW)
+                            .store(reinterpret_cast<uint32_t*>(to));
+            }
         }
+        warp_sync();  // what is staged here has been read
     }
 }
 
@@ -333,53 +199,93 @@ struct TokenBlock {
     }
 };
 
-// Blocks along the tokens, of x as it is or (HADAMARD) transformed. `values` keep the layout of x; codes and scales
-// are those of the transpose, through shared memory, and take more registers. Tokens up to `padded`, a multiple of 32,
-// count as zero. Where a block takes long to cast and registers are left, the next one is on its way.
-template <bool HADAMARD, bool FOUR, bool STOCHASTIC, bool VALUES>
-__global__ void __launch_bounds__(LAUNCH_THREADS, VALUES && !FOUR && !STOCHASTIC ? RESIDENT : RESIDENT - 1)
-    nvfp4_tokens(bf16* __restrict__ values,     // (padded, columns)
-                 uint8_t* __restrict__ codes,   // (columns, padded / 2)
-                 uint8_t* __restrict__ scales,  // 128 x 4 tiles of (columns, padded / 16)
-                 const bf16* __restrict__ x,    // (tokens, columns), stride apart
+// The random bits of 16 tokens from `token` on in two columns.
+__device__ __forceinline__ TokenNoise token_noise(const uint32_t* key, int64_t token, int column, int columns,
+                                                  uint32_t tensor, uint32_t role) {
+    TokenNoise noise;
+    int64_t group = token / ROUNDING_GROUP * columns + column;
+    for (int i = 0; i < 4; ++i) set_counter(noise.word[i], group + i / 2 * columns + i % 2, tensor, role);
+    philox_calls<PHILOX_ROUNDS>(noise.word, key[0], key[1]);
+    return noise;
+}
+
+// Blocks along the tokens, of x as it is or (HADAMARD) transformed, as values in the layout of x. Tokens up to `padded`,
+// a multiple of 32, count as zero. Warps walk over panels, with the next one on its way.
+template <bool HADAMARD, bool FOUR, bool STOCHASTIC>
+__global__ void __launch_bounds__(LAUNCH_THREADS, TOKEN_RESIDENT<FOUR, STOCHASTIC>)
+    nvfp4_tokens(bf16* __restrict__ values,   // (padded, columns)
+                 const bf16* __restrict__ x,  // (tokens, columns), stride apart
                  int stride, const float* __restrict__ amax,
                  const uint32_t* __restrict__ key,  // seed, step
                  uint32_t tensor, uint32_t role, int64_t first, uint32_t signs, int tokens, int padded, int columns,
                  float range, float inverse_target) {
-    constexpr bool AHEAD = VALUES && (FOUR || STOCHASTIC);
-    constexpr int OF_BLOCK = AHEAD ? 2 * SPAN : SPAN, STEP = LAUNCH_THREADS / 32;
+    constexpr int WARPS = LAUNCH_THREADS / 32;
+    __shared__ __align__(16) uint32_t staged[WARPS][2 * Panels<false>::SIZE];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    Panels<false> panels(staged[warp]);
+    const uint32_t* words = &staged[warp][lane];  // of the lane's columns
+    Walk walk(gridDim.x * WARPS, columns);
+    Walk::Place at = walk.start(blockIdx.x * WARPS + warp), ahead = at;
+    auto load = [&] {
+        if (ahead.row < padded) panels.load(x, stride, ahead.row, ahead.column, tokens, columns);
+        cp_async_commit();
+    };
+    load();
+    Flips flips(HADAMARD ? signs : 0u);
+    TensorScale whole = tensor_scale(HADAMARD ? exact_mul(4.0f, *amax) : *amax, range, inverse_target);
+#pragma unroll 1
+    for (; at.row < padded; at = ahead) {
+        walk.next(ahead);
+        panels.turn();
+        load();
+        cp_async_wait<1>();
+        warp_sync();
+        int token = at.row, column = at.column + 2 * lane;
+        TokenBlock in;
+#pragma unroll
+        for (int i = 0; i < BLOCK; ++i) in.word[i] = words[i * panels.ROW];
+        words -= panels.other;
+        warp_sync();  // what is staged here has been read
+        if (HADAMARD) in.transform(flips);
+        TokenNoise noise;
+        if (STOCHASTIC) noise = token_noise(key, first + token, column, columns, tensor, role);
+        uint32_t q[BLOCK];
+        Scales scale = quantise<APART, FOUR, STOCHASTIC, false>(q, in.word, whole, noise);
+        if (column >= columns) continue;
+        bf16* to = values + int64_t(token) * columns + column;
+#pragma unroll
+        for (int i = 0; i < BLOCK; ++i)
+            *reinterpret_cast<uint32_t*>(to + i * int64_t(columns)) = scaled<FOUR>(q[i], in.word[i], scale);
+    }
+}
+
+// The same as codes and scales of the transpose, through shared memory.
+template <bool HADAMARD, bool FOUR, bool STOCHASTIC>
+__global__ void __launch_bounds__(LAUNCH_THREADS, RESIDENT<true>)
+    nvfp4_token_codes(uint8_t* __restrict__ codes,   // (columns, padded / 2)
+                      uint8_t* __restrict__ scales,  // 128 x 4 tiles of (columns, padded / 16)
+                      const bf16* __restrict__ x,    // (tokens, columns), stride apart
+                      int stride, const float* __restrict__ amax,
+                      const uint32_t* __restrict__ key,  // seed, step
+                      uint32_t tensor, uint32_t role, int64_t first, uint32_t signs, int tokens, int padded,
+                      int columns, float range, float inverse_target) {
     // Row c * 32 + l has column 2 * l + c, so that the lanes of a warp write to many banks.
-    __shared__ __align__(16) uint32_t code_tile[TOKEN_COLUMNS][OF_BLOCK / 8 + 4];
-    __shared__ __align__(16) uint8_t scale_tile[TOKEN_COLUMNS][OF_BLOCK / BLOCK];
+    __shared__ __align__(16) uint32_t code_tile[TOKEN_COLUMNS][SPAN / 8 + 4];
+    __shared__ __align__(16) uint8_t scale_tile[TOKEN_COLUMNS][SPAN / BLOCK];
     Flips flips(HADAMARD ? signs : 0u);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * TOKEN_COLUMNS + 2 * lane;
     TensorScale whole = tensor_scale(HADAMARD ? exact_mul(4.0f, *amax) : *amax, range, inverse_target);
-    TokenBlock next;
-    if (AHEAD) next.load(x, stride, blockIdx.y * OF_BLOCK + warp * BLOCK, column, tokens, columns);
 #pragma unroll 1
-    for (int block = warp; block < OF_BLOCK / BLOCK; block += STEP) {
-        int token = blockIdx.y * OF_BLOCK + block * BLOCK;
+    for (int block = warp; block < SPAN / BLOCK; block += LAUNCH_THREADS / 32) {
+        int token = blockIdx.y * SPAN + block * BLOCK;
         if (token >= padded) break;
-        TokenBlock in = next;
-        if (!AHEAD) in.load(x, stride, token, column, tokens, columns);
-        else if (block + STEP < OF_BLOCK / BLOCK) next.load(x, stride, token + STEP * BLOCK, column, tokens, columns);
+        TokenBlock in;
+        in.load(x, stride, token, column, tokens, columns);
         if (HADAMARD) in.transform(flips);
         TokenNoise noise;
-        if (STOCHASTIC) {
-            int64_t group = (first + token) / ROUNDING_GROUP * columns + column;
-            for (int i = 0; i < 4; ++i) set_counter(noise.word[i], group + i / 2 * columns + i % 2, tensor, role);
-            philox_calls<PHILOX_ROUNDS>(noise.word, key[0], key[1]);
-        }
+        if (STOCHASTIC) noise = token_noise(key, first + token, column, columns, tensor, role);
         uint32_t q[BLOCK];
-        Scales scale = quantise<APART, FOUR, STOCHASTIC, !VALUES>(q, in.word, whole, noise);
-        if (VALUES) {
-            if (column >= columns) continue;
-            bf16* to = values + int64_t(token) * columns + column;
-#pragma unroll
-            for (int i = 0; i < BLOCK; ++i)
-                *reinterpret_cast<uint32_t*>(to + i * int64_t(columns)) = scaled<FOUR>(q[i], in.word[i], scale);
-            continue;
-        }
+        Scales scale = quantise<APART, FOUR, STOCHASTIC, true>(q, in.word, whole, noise);
         Vec<uint32_t, 2> low, high;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -397,12 +303,11 @@ __global__ void __launch_bounds__(LAUNCH_THREADS, VALUES && !FOUR && !STOCHASTIC
         scale_tile[lane][block] = uint8_t(encode<E4M3>(scale.low.scale));
         scale_tile[lane + 32][block] = uint8_t(encode<E4M3>(scale.high.scale));
     }
-    if (VALUES) return;
     __syncthreads();
-    constexpr int PARTS = OF_BLOCK / 32;  // of 32 tokens: 16 bytes of codes, two scales
+    constexpr int PARTS = SPAN / 32;  // of 32 tokens: 16 bytes of codes, two scales
     for (int i = threadIdx.x; i < TOKEN_COLUMNS * PARTS; i += LAUNCH_THREADS) {
         int local = i / PARTS, part = i % PARTS, row = blockIdx.x * TOKEN_COLUMNS + local;
-        int token = blockIdx.y * OF_BLOCK + part * 32, from = local % 2 * 32 + local / 2;
+        int token = blockIdx.y * SPAN + part * 32, from = local % 2 * 32 + local / 2;
         if (row >= columns || token >= padded) continue;
         Vec<uint32_t, 4>::load(&code_tile[from][4 * part])
             .store(reinterpret_cast<uint32_t*>(codes + (int64_t(row) * padded + token) / 2));

@@ -6,10 +6,12 @@
 
 constexpr int AHEAD = 4;  // loads of a thread at a time
 
-// Raises *amax, the bits of a float, to those of the largest magnitude.
+constexpr int AMAX_THREADS = 512;  // of a block that looks for the largest: four a multiprocessor make few of them
+
+// The bits of the largest magnitude that each block finds.
 template <typename T, bool WHOLE>
-__global__ void __launch_bounds__(LAUNCH_THREADS)
-    raise_amax(uint32_t* __restrict__ amax, const T* __restrict__ x, int64_t size) {
+__global__ void __launch_bounds__(AMAX_THREADS)
+    largest_of_blocks(uint32_t* __restrict__ most_of_block, const T* __restrict__ x, int64_t size) {
     uint32_t most = 0;
     int64_t step = int64_t(gridDim.x) * blockDim.x * GROUP;
     for (int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * GROUP; i < size; i += AHEAD * step) {
@@ -23,7 +25,7 @@ __global__ void __launch_bounds__(LAUNCH_THREADS)
         for (int k = 0; k < AHEAD; ++k) most = max(most, largest_magnitude(pack[k]));
     }
     most = block_amax(most);
-    if (threadIdx.x == 0) atomicMax(amax, most);
+    if (threadIdx.x == 0) most_of_block[blockIdx.x] = most;
 }
 
 constexpr int SIDE = 16;                 // columns of a block, and rows of a square one
@@ -31,23 +33,31 @@ constexpr int ACROSS = 4;                // blocks of a panel of SIDE rows, on w
 constexpr int PANEL = ACROSS * SIDE;     // its columns
 constexpr int PANELS = 8;                // of a warp, side by side
 constexpr int WARPS = 4;                 // of a block of threads, side by side
-constexpr int RESIDENT = 12;             // blocks of threads of a multiprocessor, over the bytes of a weight
+// Blocks of threads of a multiprocessor, over the bytes of a weight.
+template <bool MUCH> constexpr int RESIDENT = MUCH ? 10 : 12;
 constexpr int STAGES = 2;                // panels of a warp in shared memory: here, or on their way
 constexpr int SCALES = PANELS * ACROSS;  // of a row of a warp's panels
 
 // Panels of a warp. The places of a row's 16-byte chunks are exchanged by the row, so that lanes that read neighbours
-// meet different banks.
+// meet different banks. A lane's places change sides with every panel: the compiler would work them out anew each time.
 template <typename T, bool WHOLE> struct Staged {
     static constexpr int CHUNK = WIDTH<T>, CHUNKS = PANEL / CHUNK, ROWS = 32 / CHUNKS;  // rows of an access
-    uint32_t word[STAGES][SIDE][4 * CHUNKS];
+    static constexpr int SIZE = SIDE * 4 * CHUNKS, ROW = 4 * CHUNKS;                    // words of a panel and of a row
+    uint32_t *copy[8 / ROWS], *read[SIDE / CHUNK];
+    int other = SIZE;  // from the panel that is copied next to the other
 
+    __device__ __forceinline__ explicit Staged(uint32_t* panels) {
+        int lane = threadIdx.x % 32, row = lane / CHUNKS, chunk = lane % CHUNKS;
+        for (int i = 0; i < 8; i += ROWS) copy[i / ROWS] = panels + row * ROW + 4 * (chunk ^ row ^ i);
+        row = lane / ACROSS, chunk = lane % ACROSS * (SIDE / CHUNK);
+        for (int i = 0; i < SIDE / CHUNK; ++i) read[i] = panels + row * ROW + 4 * ((chunk + i) ^ row);
+    }
     // A lane has chunk lane % CHUNKS of row lane / CHUNKS and of every ROWS-th from there: its first weight is at
     // `from`, and `rows` and `columns` of the matrix are left there. Past them are zeros.
-    __device__ __forceinline__ void load(int stage, const T* from, int64_t stride, int rows, int columns) {
-        int row = threadIdx.x % 32 / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    __device__ __forceinline__ void load(const T* from, int64_t stride, int rows, int columns) {
 #pragma unroll
         for (int i = 0; i < SIDE; i += ROWS, from += ROWS * stride) {
-            uint32_t* to = &word[stage][row + i][4 * (chunk ^ row ^ i % 8)];
+            uint32_t* to = copy[i % 8 / ROWS] + i * ROW;
             bool inside = i < rows && columns > 0;
             if (WHOLE) {
                 cp_async_16(to, from, inside);
@@ -57,11 +67,19 @@ template <typename T, bool WHOLE> struct Staged {
             }
         }
     }
-    __device__ __forceinline__ void get(Pack<T, SIDE>& x, int stage, int row, int block) {
+    // The next one is copied to the other side, and read from there.
+    __device__ __forceinline__ void turn_copy() {
+        for (auto& place : copy) place += other;
+        other = -other;
+    }
+    __device__ __forceinline__ void turn_read() {
+        for (auto& place : read) place += other;
+    }
+    // Row lane / ACROSS + `row` of block lane % ACROSS.
+    __device__ __forceinline__ void get(Pack<T, SIDE>& x, int row) {
 #pragma unroll
         for (int i = 0; i < SIDE / CHUNK; ++i) {
-            int chunk = block * (SIDE / CHUNK) + i;
-            auto part = Vec<uint32_t, 4>::load(&word[stage][row][4 * (chunk ^ row % 8)]);
+            auto part = Vec<uint32_t, 4>::load(read[i] + row * ROW);
 #pragma unroll
             for (int k = 0; k < 4; ++k) x.word[4 * i + k] = part.data[k];
         }
@@ -90,36 +108,52 @@ struct RowSums {
     }
 };
 
-// The scale of a block of which `wanted` is the best, and what weights are multiplied by. `plain`: decoding is far from
+// The scale of a block of which `wanted` is the best, and what weights are multiplied by. PLAIN: decoding is far from
 // the ends of the range of floats.
 struct Scale {
     float value, factor;
 };
-__device__ __forceinline__ Scale scale_of(float wanted, float decoding, bool plain) {
+template <bool PLAIN> __device__ __forceinline__ Scale scale_of(float wanted, float decoding) {
     float value = e4m3_nearest(wanted), step = exact_mul(value, decoding);
-    if (plain) return {value, value > 0.0f ? exact_reciprocal(step) : 3.40282347e38f};
+    if (PLAIN) return {value, value > 0.0f ? exact_reciprocal(step) : 3.40282347e38f};
     return {value, saturated(__frcp_rn(step))};
 }
+// Of FORMS: for the largest value on 6, and on 4.
+template <bool PLAIN, int FORMS>
+__device__ __forceinline__ void scales_of(Scale (&scale)[FORMS], float wanted, float decoding) {
+    scale[0] = scale_of<PLAIN>(wanted, decoding);
+    if constexpr (FORMS == 2) scale[1] = scale_of<PLAIN>(exact_mul(wanted, 1.5f), decoding);
+}
 
-// 16 weights in units of their scale: magnitudes on the grid, two in a word, and the squared error.
+// 16 weights in units of their scale: magnitudes on the grid, number j of each eight in a word with j + 4, and the
+// squared error.
 struct Rounded {
     uint32_t q[SIDE / 2];
     float error;
+    // With the largest magnitude.
+    __device__ __forceinline__ void fill() {
+        for (uint32_t& two : q) two = 0x40C040C0u;
+    }
+};
+template <bool CLIP> struct Clip {
+    static constexpr bool YES = CLIP;
 };
 template <bool CLIP, typename T>
 __device__ __forceinline__ Rounded rounded(const Pack<T, SIDE>& x, Scale scale) {
+    float q[SIDE], sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < SIDE; ++i) q[i] = e2m1_nearest<CLIP>(exact_mul(fabsf(x.get(i)), scale.factor), sum);
     Rounded out;
-    float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < SIDE / 2; ++i) {
-        float low = e2m1_nearest<CLIP>(exact_mul(fabsf(x.get(2 * i)), scale.factor), sum);
-        float high = e2m1_nearest<CLIP>(exact_mul(fabsf(x.get(2 * i + 1)), scale.factor), sum);
-        out.q[i] = word_of(low, high);
+        int low = i / 4 * 8 + i % 4;
+        out.q[i] = word_of(q[low], q[low + 4]);
     }
     out.error = exact_mul(exact_mul(scale.value, scale.value), sum);
     return out;
 }
 
+// Codes of weights whose magnitudes are `row`.
 template <typename T>
 __device__ __forceinline__ Vec<uint32_t, 2> encode_row(const Rounded& row, const Pack<T, SIDE>& x) {
     Vec<uint32_t, 2> out;
@@ -132,7 +166,7 @@ __device__ __forceinline__ Vec<uint32_t, 2> encode_row(const Rounded& row, const
             q[j] = row.q[word];
             sign[j] = x.HALF ? x.word[word] : word_of(x.get(2 * word), x.get(2 * word + 1));
         }
-        out.data[i] = encode_grid(q, sign);
+        out.data[i] = encode_partners(q, sign);
     }
     return out;
 }
@@ -140,92 +174,100 @@ __device__ __forceinline__ Vec<uint32_t, 2> encode_row(const Rounded& row, const
 // A warp takes PANELS panels, and a lane 16 columns of two rows of each. SQUARE: the rows of a block share their scale.
 // FOUR: the better of the largest value on 6 and on 4, else on 6.
 template <typename T, bool WHOLE, bool SQUARE, bool FOUR>
-__global__ void __launch_bounds__(32 * WARPS, RESIDENT / sizeof(T))
+__global__ void __launch_bounds__(32 * WARPS, RESIDENT<SQUARE && FOUR> / sizeof(T))
     nvfp4_quantize(uint8_t* __restrict__ codes,         // (rows, columns / 2)
                    uint8_t* __restrict__ scales,        // (rows, columns / 16)
                    float* __restrict__ tensor_scale,    // (1,)
-                   const uint32_t* __restrict__ amax,   // (1,), bits of a float
+                   const uint32_t* __restrict__ most_of_block,  // (parts,), bits of floats
+                   int parts,
                    const T* __restrict__ weight,        // (rows, columns)
                    int rows, int columns) {
     using Panels = Staged<T, WHOLE>;
-    constexpr int FORMS = FOUR ? 2 : 1;
-    __shared__ __align__(16) Panels staged[WARPS];
-    __shared__ __align__(16) RowSums sums[WARPS];
+    constexpr int FORMS = FOUR ? 2 : 1, TOGETHER = SQUARE ? 2 : 1;  // rows of a lane that share a scale
+    __shared__ __align__(16) uint32_t staged[WARPS][STAGES * Panels::SIZE];
+    __shared__ __align__(16) RowSums sums[SQUARE && FOUR ? WARPS : 1];
     __shared__ __align__(8) uint8_t scale_tile[WARPS][SIDE][SCALES];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / ACROSS, block = lane % ACROSS;
-    float size = __uint_as_float(*amax);
-    float encoding = size == 0.0f ? 1.0f : saturated(__fdiv_rn(FOUR ? 1536.0f : 2688.0f, size));
-    float decoding = __fdiv_rn(1.0f, encoding), per_block = exact_mul(encoding, 1.0f / 6.0f);
-    bool plain = decoding > power_of_two(-100) && decoding < power_of_two(100), finite = decoding < INFINITY;
-    if (blockIdx.x == 0 && threadIdx.x == 0) *tensor_scale = decoding;
     // From the last to the first: the end of the matrix was read last, and may be in the cache.
     int place = gridDim.x - 1 - blockIdx.x, across = (columns - 1) / (WARPS * PANELS * PANEL) + 1;
     int first_row = place / across * SIDE, first_column = (place % across * WARPS + warp) * PANELS * PANEL;
     int down = rows - first_row, right = columns - first_column, panels = min(PANELS, (right + PANEL - 1) / PANEL);
-    if (right <= 0) return;
     int64_t first = int64_t(first_row) * columns + first_column;
     int load_row = lane / Panels::CHUNKS, load_column = lane % Panels::CHUNKS * Panels::CHUNK;
     const T* from = weight + first + int64_t(load_row) * columns + load_column;
+    Panels here(staged[warp]);
     auto load = [&](int panel) {
-        if (panel < panels)
-            staged[warp].load(panel % STAGES, from, columns, down - load_row, right - panel * PANEL - load_column);
+        if (panel < panels) here.load(from, columns, down - load_row, right - panel * PANEL - load_column);
         cp_async_commit();
+        here.turn_copy();
         from += PANEL;
     };
-    for (int panel = 0; panel < STAGES - 1; ++panel) load(panel);
+    load(0);
+    uint32_t largest = 0u;
+    for (int i = threadIdx.x; i < parts; i += 32 * WARPS) largest = max(largest, most_of_block[i]);
+    float size = __uint_as_float(block_amax(largest));
+    float encoding = size == 0.0f ? 1.0f : saturated(__fdiv_rn(FOUR ? 1536.0f : 2688.0f, size));
+    float decoding = __fdiv_rn(1.0f, encoding), per_block = exact_mul(encoding, 1.0f / 6.0f);
+    bool plain = decoding > power_of_two(-100) && decoding < power_of_two(100), finite = decoding < INFINITY;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *tensor_scale = decoding;
+    if (right <= 0) return;
     uint8_t* to = codes + (first + int64_t(row) * columns + block * SIDE) / 2;
     uint8_t* scale_to = &scale_tile[warp][row][block];
 #pragma unroll 1
     for (int panel = 0; panel < panels; ++panel, to += PANEL / 2, scale_to += ACROSS) {
-        load(panel + STAGES - 1);
-        cp_async_wait<STAGES - 1>();
+        load(panel + 1);
+        cp_async_wait<1>();
         warp_sync();
-        Pack<T, SIDE> x[2];
-        float most[2];
-        for (int r = 0; r < 2; ++r) {
-            staged[warp].get(x[r], panel % STAGES, row + 8 * r, block);
-            most[r] = __uint_as_float(largest_magnitude(x[r]));
+#pragma unroll
+        for (int turn = 0; turn < 2; turn += TOGETHER) {
+            Pack<T, SIDE> x[TOGETHER];
+            uint32_t bits[TOGETHER];
+            for (int r = 0; r < TOGETHER; ++r) {
+                here.get(x[r], 8 * (turn + r));
+                bits[r] = largest_magnitude(x[r]);
+            }
+            if (SQUARE) {
+                bits[0] = max(bits[0], bits[TOGETHER - 1]);
+                for (int mask = ACROSS; mask < 32; mask *= 2) bits[0] = max(bits[0], warp_shfl_xor(bits[0], mask));
+            }
+            float most = __uint_as_float(bits[0]), wanted = exact_mul(most, per_block);
+            Scale scale[FORMS];
+            scales_of<true>(scale, wanted, decoding);
+            Rounded out[FORMS][TOGETHER];
+            auto choose = [&] {
+                float error[2] = {out[0][0].error, out[FORMS - 1][0].error};
+                if constexpr (SQUARE)
+                    sums[warp].add(error, {{error[0], out[0][1].error}, {error[1], out[FORMS - 1][1].error}});
+                bool better = error[1] < error[0] || scale[0].value == 0.0f;
+                if (better) scale[0] = scale[FORMS - 1];
+                for (int r = 0; r < TOGETHER; ++r)
+                    if (better) out[0][r] = out[FORMS - 1][r];
+            };
+            auto round = [&](auto clip) {
+                for (int i = 0; i < FORMS * TOGETHER; ++i)
+                    out[i / TOGETHER][i % TOGETHER] = rounded<decltype(clip)::YES>(x[i % TOGETHER], scale[i / TOGETHER]);
+                if (FOUR && !SQUARE) choose();  // here, where it is two instructions in one
+            };
+            // The scale of 4 is not less: with it, nothing more is past 6.
+            if (plain && !(exact_mul(most, scale[0].factor) > 6.5f)) {
+                round(Clip<false>());
+            } else {
+                if (!plain) scales_of<false>(scale, wanted, decoding);
+                round(Clip<true>());
+                if (!finite)
+                    for (int i = 0; i < FORMS * TOGETHER; ++i) out[i / TOGETHER][i % TOGETHER].fill(), x[i % TOGETHER].clear();
+            }
+            if (FOUR && SQUARE) choose();
+            for (int r = 0; r < TOGETHER; ++r) {
+                int apart = 8 * (turn + r);
+                Vec<uint32_t, 2> word = encode_row(out[0][r], x[r]);
+                if (row + apart < down && panel * PANEL + block * SIDE < right)
+                    word.store(reinterpret_cast<uint32_t*>(to + int64_t(apart) * (columns / 2)));
+                scale_to[apart * SCALES] = uint8_t(encode_bytes<E4M3>({scale[0].value, 0.0f, 0.0f, 0.0f}));
+            }
         }
         warp_sync();  // what is staged here has been read
-        if (SQUARE) {
-            uint32_t both = max(__float_as_uint(most[0]), __float_as_uint(most[1]));
-            for (int mask = ACROSS; mask < 32; mask *= 2) both = max(both, warp_shfl_xor(both, mask));
-            most[0] = most[1] = __uint_as_float(both);
-        }
-        Scale scale[FORMS][2];
-        Rounded out[FORMS][2];
-        for (int r = 0; r < 2; ++r) {
-            float wanted = exact_mul(most[r], per_block);
-            for (int k = 0; k < FORMS; ++k) {
-                if (SQUARE && r) scale[k][r] = scale[k][0];
-                else scale[k][r] = scale_of(k ? exact_mul(wanted, 1.5f) : wanted, decoding, plain);
-            }
-        }
-        // The scale of 4 is not less: with it, nothing more is past 6.
-        if (fmaxf(exact_mul(most[0], scale[0][0].factor), exact_mul(most[1], scale[0][1].factor)) > 6.5f) {
-            for (int i = 0; i < 2 * FORMS; ++i) out[i / 2][i % 2] = rounded<true>(x[i % 2], scale[i / 2][i % 2]);
-        } else {
-            for (int i = 0; i < 2 * FORMS; ++i) out[i / 2][i % 2] = rounded<false>(x[i % 2], scale[i / 2][i % 2]);
-        }
-        if constexpr (FOUR) {
-            float error[2][2] = {{out[0][0].error, out[0][1].error}, {out[1][0].error, out[1][1].error}};
-            if constexpr (SQUARE) {
-                float sum[2];
-                sums[warp].add(sum, error);
-                for (int k = 0; k < 2; ++k) error[k][0] = error[k][1] = sum[k];
-            }
-            for (int r = 0; r < 2; ++r) {
-                bool better = error[1][r] < error[0][r] || scale[0][r].value == 0.0f;
-                if (better) out[0][r] = out[1][r], scale[0][r] = scale[1][r];
-            }
-        }
-        for (int r = 0; r < 2; ++r) {
-            Vec<uint32_t, 2> word = {0x77777777u, 0x77777777u};
-            if (finite) word = encode_row(out[0][r], x[r]);
-            if (row + 8 * r < down && panel * PANEL + block * SIDE < right)
-                word.store(reinterpret_cast<uint32_t*>(to + int64_t(8 * r) * (columns / 2)));
-            scale_to[8 * r * SCALES] = uint8_t(encode_bytes<E4M3>({scale[0][r].value, 0.0f, 0.0f, 0.0f}));
-        }
+        here.turn_read();
     }
     warp_sync();
     int blocks = columns / SIDE, left = (right - 1) / SIDE + 1;

@@ -23,9 +23,9 @@ codes [outer, inner / 2], the even column in the low half; scales uint8 [outer, 
 import numpy as np
 from jaxtyping import Float, Float32, UInt8
 
-from surogate.kernels.arrays import F32, Array, aligned, empty, on_device, require, zeros
+from surogate.kernels.arrays import F32, Array, aligned, empty, on_device, require
 from surogate.kernels.card import multiprocessors
-from surogate.kernels.nvrtc import THREADS, Source, ctype
+from surogate.kernels.nvrtc import Source, ctype
 from surogate.kernels.quant.codes import (
     E2M1,
     E4M3,
@@ -40,12 +40,13 @@ from surogate.kernels.quant.storage import Quantized, blocks_of
 
 NVFP4_COLUMNS, MXFP4_COLUMNS = 16, 32
 TILE, WARPS = (16, 512), 4  # rows and columns of a warp of quant_nvfp4.cu, warps side by side
+AMAX_THREADS = 512  # of a block of largest_of_blocks
 _FLAGS = ("true", "false")
 _INSTANCES = [(dtype, whole) for dtype in ("float", "bf16") for whole in _FLAGS]
 SOURCE = Source(
     "quant_nvfp4",
     {
-        "raise_amax": list(_INSTANCES),
+        "largest_of_blocks": list(_INSTANCES),
         "nvfp4_quantize": [
             (*types, square, four) for types in _INSTANCES for square in _FLAGS for four in _FLAGS
         ],
@@ -73,12 +74,14 @@ def quantize_nvfp4(
     codes = empty((outer, inner // 2), np.uint8, like=weight)
     scales = empty((outer, inner // NVFP4_COLUMNS), np.uint8, like=weight)
     tensor_scale = empty(1, F32, like=weight)
-    amax = zeros(1, np.uint32, like=weight)
     types = (ctype(weight.dtype), "true" if aligned(weight) else "false")
-    grid = min(blocks_of(weight.size, 8 * THREADS), 8 * multiprocessors())
-    SOURCE.launch("raise_amax", types, grid, THREADS, [amax, weight, np.int64(weight.size)])
+    parts = min(blocks_of(weight.size, 8 * AMAX_THREADS), 4 * multiprocessors())
+    most = empty(parts, np.uint32, like=weight)
+    SOURCE.launch(
+        "largest_of_blocks", types, parts, AMAX_THREADS, [most, weight, np.int64(weight.size)]
+    )
     tiles = blocks_of(outer, TILE[0]) * blocks_of(inner, TILE[1] * WARPS)
-    arguments = [codes, scales, tensor_scale, amax, weight, outer, inner]
+    arguments = [codes, scales, tensor_scale, most, parts, weight, outer, inner]
     forms = tuple("true" if form else "false" for form in (block[0] > 1, four_over_six))
     SOURCE.launch("nvfp4_quantize", (*types, *forms), tiles, 32 * WARPS, arguments)
     return Quantized("nvfp4", (outer, inner), block, codes, scales, tensor_scale)
