@@ -87,7 +87,7 @@ def _weight_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_path}: has no weight_map")
     for file in weight_map.values():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or Path(file).name != file or not file.isprintable():
             raise CheckpointError(f"{index_path}: {file!r} is not the name of a file beside it")
     return [directory / file for file in sorted(set(weight_map.values()))], weight_map
 

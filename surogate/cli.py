@@ -182,11 +182,12 @@ def generate(model: str, prompt: str | None, **options: Any) -> None:
 
 @main.command(cls=_Command)
 @click.argument("directory", metavar="DIR", type=click.Path())
-def verify(directory: str) -> None:
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def verify(directory: str, as_json: bool) -> None:
     """Check every byte of the checkpoints and results in DIR."""
     from surogate.verify import verify_command
 
-    verify_command(directory)
+    verify_command(directory, as_json=as_json)
 
 
 @main.command(cls=_Command)
@@ -269,7 +270,17 @@ def _train(
 
     from surogate.train import train
 
-    train(config)
+    try:
+        train(config)
+    except UserError:
+        raise
+    except Exception as error:
+        # What CUDA itself says where it is not CuPy's pool that has no more.
+        if not isinstance(error, MemoryError) and "cudaErrorMemoryAllocation" not in str(error):
+            raise
+        from surogate.out_of_memory import explained
+
+        raise explained(config, error) from None
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from surogate.trackers import Trackers
 
 # Steps that the speed of the console's ETA is taken over.
 _RECENT = 50
+_BAR, _WIDE = 20, 116  # columns of the bar, and of a terminal that has room for it
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,7 +149,7 @@ class Reporter:
         self._log.write("step", msgspec.structs.asdict(record))
         self._trackers.scalars(record.step, step_scalars(record))
         self._note_faults()
-        numbers = step_numbers(record, self._eta(record))
+        numbers = step_numbers(record, self._eta(record), room=self._room())
         if self._progress:
             self._progress.update(self._progress.task_ids[0], completed=record.step, text=numbers)
             self._progress.refresh()
@@ -206,15 +207,23 @@ class Reporter:
 
     def _bar(self) -> Progress:
         # No refresh thread: the bar moves when a step ends.
+        bar = [BarColumn(bar_width=_BAR)] if self._console.width >= _WIDE else []
         progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=20),
+            *bar,
             TextColumn("{task.fields[text]}", markup=False),
             console=self._console,
             auto_refresh=False,
         )
         progress.add_task("", total=self.total_steps, completed=self._step, text="")
         return progress
+
+    def _room(self) -> int | None:
+        """Columns of the terminal beside the bar; None where lines may be of any length."""
+        if self._progress is None:
+            return None
+        bar = _BAR + 1 if len(self._progress.columns) > 2 else 0
+        return self._console.width - len(f"step {self.total_steps}/{self.total_steps} ") - bar - 1
 
     def _print(self, line: str) -> None:
         if self._progress:
@@ -317,17 +326,24 @@ def eval_scalars(record: EvalRecord) -> dict[str, float]:
     return {"eval/loss": record.loss} | found
 
 
-def step_numbers(record: StepRecord, eta: float) -> str:
-    """The numbers of an update on one line; `eta` is in seconds."""
-    parts = [
-        f"loss {record.loss:.4f}",
-        f"norm {record.norm:.2f}",
-        f"lr {record.lr:.1e}",
-        f"{compact(record.tokens_per_second)} tok/s",
-    ]
+def step_numbers(record: StepRecord, eta: float, *, room: int | None = None) -> str:
+    """The numbers of an update on one line; `eta` is in seconds. What is wanted least goes where
+    there is no room for all.
+    """
+    parts = {
+        "loss": f"loss {record.loss:.4f}",
+        "norm": f"norm {record.norm:.2f}",
+        "lr": f"lr {record.lr:.1e}",
+        "speed": f"{compact(record.tokens_per_second)} tok/s",
+    }
     if record.sol is not None:
-        parts.append(f"sol {record.sol:.1f} %")
-    return "  ".join([*parts, f"eta {duration(eta)}"])
+        parts["sol"] = f"sol {record.sol:.1f} %"
+    parts["eta"] = f"eta {duration(eta)}"
+    for name in ("lr", "sol", "norm", "speed", "eta"):
+        if room is None or len("  ".join(parts.values())) <= room:
+            break
+        parts.pop(name, None)
+    return "  ".join(parts.values())
 
 
 def compact(number: float) -> str:

@@ -179,11 +179,17 @@ def expand(value: Any, origin: str) -> Any:
 
 
 def parse_override(text: str) -> tuple[str, Text]:
-    """Splits "key=value"; the value's type is the key's."""
+    """Splits "key=value"; the value's type is the key's. Quotes about a text may stay, as it stands
+    in a file.
+    """
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
         raise UserError(f"--set {one_line(text)}: must be key=value")
-    return name.strip(), Text(value.strip())
+    value = value.strip()
+    if value[:1] in ("'", '"') and value[-1:] == value[0]:
+        inner = _yaml_value(value)
+        value = inner if isinstance(inner, str) and _yaml_value(inner) is not None else value
+    return name.strip(), Text(value)
 
 
 def merge(table: dict[str, Any], name: str, value: Any) -> dict[str, Any]:

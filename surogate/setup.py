@@ -16,6 +16,7 @@ from surogate.data.dataset import load_data
 from surogate.data.loader import Loader
 from surogate.data.packed import Packed
 from surogate.data.sources import counted
+from surogate.data.template import EPOCH
 from surogate.device import Device
 from surogate.errors import UserError, reason
 from surogate.kernels import tree
@@ -299,9 +300,13 @@ class Rows(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """The name of the rows' folder: a hash of the data, the tokenizer and how they are read."""
+        """Of the name of the rows' folder, a hash of the data, the tokenizer and how they are read;
+        with the date, where the chat template writes it.
+        """
         assert isinstance(self.train.tokens, np.memmap)
-        return Path(str(self.train.tokens.filename)).parent.parent.name
+        name, _, _ = Path(str(self.train.tokens.filename)).parent.parent.name.partition("-")
+        date = self.train.report.date
+        return f"{name} of {date}" if date else name
 
 
 def _describe(packed: Packed) -> str:
@@ -315,6 +320,8 @@ def _describe(packed: Packed) -> str:
     if r.unsupervised:
         first = f" (first {r.nothing[0]})" if r.nothing else ""
         parts.append(f"{r.unsupervised:,} left out: nothing to learn in them{first}")
+    if r.date:
+        parts.append(f"the chat template wrote the date {r.date} (for another, {EPOCH})")
     for name, share in zip(packed.names, r.shares, strict=True):
         if share.skipped:
             parts.append(f"{name}: rows skipped: {counted(share.skipped)}")

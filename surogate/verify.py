@@ -1,14 +1,15 @@
 """surogate verify: every byte of checkpoints and results against their manifests."""
 
+import json
 from pathlib import Path
 
 from surogate.errors import UserError, reason
 from surogate.manifest import MANIFEST, faults, summary
 
 
-def verify_command(directory: str) -> None:
-    """Prints a line for each fault, or for each folder that has none. Raises UserError when there
-    is a fault or nothing to look at.
+def verify_command(directory: str, *, as_json: bool = False) -> None:
+    """Prints a line for each fault, or for each folder that has none; with as_json an object with
+    both. Raises UserError when there is a fault or nothing to look at.
     """
     root = Path(directory)
     if not root.is_dir():
@@ -16,14 +17,19 @@ def verify_command(directory: str) -> None:
     folders = sealed_folders(root)
     if not folders:
         raise UserError(f"{root}: neither it nor a folder in it has a {MANIFEST}")
-    count = 0
+    results = []
     for folder in folders:
         try:
             found = faults(folder)
         except PermissionError as error:
             found = [f"{error.filename}: {reason(error)}"]
-        count += len(found)
-        print(*(found or [f"ok: {folder}: {summary(folder)}"]), sep="\n")
+        what = "" if found else summary(folder)
+        results.append({"folder": str(folder), "faults": found, "summary": what})
+        if not as_json:
+            print(*(found or [f"ok: {folder}: {what}"]), sep="\n")
+    count = sum(len(result["faults"]) for result in results)
+    if as_json:
+        print(json.dumps({"ok": count == 0, "folders": results}, indent=1))
     if count:
         raise UserError(f"{root}: {count} fault{'s' if count > 1 else ''}, named above")
 

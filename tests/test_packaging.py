@@ -99,7 +99,7 @@ def test_environment_variables_are_those_of_the_table():
             text = path.read_text()
             for node in ast.walk(ast.parse(text)):
                 is_name = isinstance(node, ast.Constant) and isinstance(node.value, str)
-                if is_name and node.value.startswith(("SUROGATE_", "XDG_")):
+                if is_name and node.value.startswith(("SUROGATE_", "XDG_", "SOURCE_")):
                     read.add(node.value)
     documented = {line.split("`")[1] for line in table.splitlines() if line.startswith("| `")}
     assert read == documented

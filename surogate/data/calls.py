@@ -72,7 +72,7 @@ def _fit(message: dict[str, Any], allowed: Sequence[Form], place: str) -> dict[s
     calls = message["tool_calls"]
     functions = [call["function"] if "function" in call else call for call in calls]
     if not all(isinstance(f, dict) and isinstance(f.get("name"), str) for f in functions):
-        raise RowError(f"{place}: a tool call has no name", "a malformed message")
+        raise RowError(f"{place}: a tool call has no name", "malformed tool calls")
     text = any(isinstance(function.get("arguments"), str) for function in functions)
     form = min(allowed, key=lambda form: (form.text != text, form.null))
     made = [
@@ -95,5 +95,5 @@ def _converted(arguments: Any, text: bool, place: str) -> Any:
         return json.loads(arguments)
     except json.JSONDecodeError:
         raise RowError(
-            f"{place}: the arguments of a tool call are not JSON", "a malformed message"
+            f"{place}: the arguments of a tool call are not JSON", "malformed tool calls"
         ) from None

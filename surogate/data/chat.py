@@ -170,6 +170,26 @@ class _Chat:
                         f"of role {message['role']}; give it a role that the template knows",
                         "a message that the chat template leaves out",
                     )
+                if self._ignored(index, count):
+                    raise self._unsaid(index)
+
+    def _ignored(self, index: int, count: int) -> bool:
+        """Whether the text of the first count messages has nothing of one's content."""
+        marked = {**self.messages[index], "content": _MARK}
+        messages = [*self.messages[:index], marked, *self.messages[index + 1 : count]]
+        try:
+            return _MARK not in self.template.render(messages, self.tools, place=self.place)
+        except UserError:  # the content does matter
+            return False
+
+    def _unsaid(self, index: int) -> RowError:
+        role = self.messages[index]["role"]
+        beside = " beside its tool calls" if self.messages[index].get("tool_calls") else ""
+        return RowError(
+            f"{self.place}: the chat template leaves out the content of message {index + 1} of "
+            f"role {role}{beside}; remove it from the row, or use a template that writes it",
+            "content that the chat template leaves out",
+        )
 
     def _same_without(self, others: Sequence[dict[str, Any]], text: str) -> bool:
         try:
@@ -206,6 +226,9 @@ class _Chat:
                 "remove it from the row, or set loss_scale to final_only",
                 "reasoning that the chat template leaves out",
             )
+        said = _content(message).rpartition("</think>")[2].strip()
+        if loss_scale != "thinking_only" and said not in target and self._ignored(turn, turn + 1):
+            raise self._unsaid(turn)
         for call in message.get("tool_calls", ()):
             if call.get("function", call)["name"] not in target:
                 raise RowError(

@@ -31,6 +31,7 @@ from surogate.data.mix import mixed
 from surogate.data.pack import Packing, Plan, plan_rows
 from surogate.data.packed import Packed, Report, Share, open_packed, write_packed
 from surogate.data.sources import Row, Source, counted, open_source
+from surogate.data.template import EPOCH, moment
 from surogate.data.tokenise import tokenise
 from surogate.data.vocabulary import Vocabulary, load_tokenizer
 from surogate.errors import UserError
@@ -116,7 +117,9 @@ def prepare_split(
         )
         for d in datasets
     ]
-    folder = Path(cache_dir) / _key(recipe, datasets, sources, vocabulary)
+    date = _date(vocabulary, chosen=True)
+    name = _key(recipe, datasets, sources, vocabulary) + (f"-{date}" if date else "")
+    folder = Path(cache_dir) / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_suffix(".lock")):
         reused = folder.is_dir()
@@ -200,6 +203,14 @@ def _key(
     return sha256(known).hexdigest()[:32]
 
 
+def _date(vocabulary: Vocabulary, *, chosen: bool = False) -> str:
+    """The day that the chat template writes into rows; empty if it writes none, or if chosen and
+    the day is today because nothing else was asked for: rows of another day are still good.
+    """
+    dated = vocabulary.template is not None and vocabulary.template.dated
+    return moment().strftime("%Y-%m-%d") if dated and (EPOCH in os.environ or not chosen) else ""
+
+
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
     with file.open("a") as stream:
@@ -231,6 +242,8 @@ def _build(
         workers=workers,
     )
     places = Places()
+    rendered = any(layout.kind != "text" for layout, _ in opened)
+    date = _date(vocabulary) if rendered else ""
     flat = write_flat(folder, jobs_of(opened, places), places, encode, skipped, progress)
     cut = flat.lengths > recipe.sequence_len if packing != "split" else np.zeros(1, np.bool_)
     limit = np.where(cut, recipe.sequence_len - 1, flat.lengths)
@@ -239,7 +252,9 @@ def _build(
         raise _nothing_to_learn(recipe, sources, len(usable), skipped)
     found = _Found(datasets, sources, skipped, flat, places, usable)
     for name, (plan, chosen, left_out) in _parts(found, recipe, packing).items():
-        report = _report(found, plan, chosen, left_out, packing)
+        weights = found.weights if name == "train" else None  # evaluation rows are not mixed
+        report = _report(found, plan, chosen, left_out, packing, weights)
+        report = msgspec.structs.replace(report, date=date)
         part = folder / name
         shutil.rmtree(part, ignore_errors=True)  # of a build that was killed
         write_packed(part, flat, plan, chosen, report, recipe.sequence_len)
@@ -342,9 +357,10 @@ def _report(
     chosen: Int64[np.ndarray, " chosen"],
     left_out: Bool[np.ndarray, " documents"],
     packing: Packing,
+    weights: Sequence[float] | None,
 ) -> Report:
     """The report without what write_packed counts."""
-    flat, weights = found.flat, found.weights
+    flat = found.flat
     begins = np.cumsum(flat.lengths) - flat.lengths
     documents = chosen[plan.document]
     sources = flat.sources[documents]

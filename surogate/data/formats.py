@@ -225,16 +225,16 @@ def _message(value: Any, place: str, names: dict[str, str]) -> tuple[dict[str, A
     target.
     """
     if not isinstance(value, dict):
-        raise _fault(f"{place}: must be an object, got {_kind(value)}")
+        raise RowError(
+            f"{place}: must be an object, got {_kind(value)}", "a message that is not an object"
+        )
     role_key = names.get("role") or ("from" if "role" not in value and "from" in value else "role")
     content_key = names.get("content") or (
         "value" if "content" not in value and "value" in value else "content"
     )
     calls_key = names.get("tool_calls", "tool_calls")
     if role_key not in value:
-        raise _fault(
-            f"{place}: needs '{role_key}', has: {listed(value)}; set message_property_mappings"
-        )
+        raise _lacks(place, role_key, value)
     given = value[role_key]
     role = _ROLES.get(given, given) if isinstance(given, str) else ""
     if role not in _KNOWN_ROLES:
@@ -244,10 +244,13 @@ def _message(value: Any, place: str, names: dict[str, str]) -> tuple[dict[str, A
         )
     calls = value.get(calls_key)
     if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise _fault(f"{place}: '{calls_key}' must be a list of objects, got {_kind(calls)}")
+        raise RowError(
+            f"{place}: '{calls_key}' must be a list of objects, got {_kind(calls)}",
+            "malformed tool calls",
+        )
     trained = _trained(value, names, place)
     if trained and role != "assistant":
-        raise _fault(f"{place}: only what the assistant says can be trained on, this is {role}")
+        raise _misled(f"{place}: only what the assistant says can be trained on, this is {role}")
     used = {role_key, content_key, calls_key, *(names.get(key, key) for key in _SWITCHES)}
     extra = {key: item for key, item in value.items() if key not in used and item is not None}
     content = _content(value, content_key, place, may_lack=bool(calls))
@@ -257,8 +260,15 @@ def _message(value: Any, place: str, names: dict[str, str]) -> tuple[dict[str, A
     return message, trained is not False
 
 
-def _fault(message: str) -> RowError:
-    return RowError(message, "a malformed message")
+def _lacks(place: str, key: str, message: dict[str, Any]) -> RowError:
+    return RowError(
+        f"{place}: needs '{key}', has: {listed(message)}; set message_property_mappings",
+        f"a message without '{key}'",
+    )
+
+
+def _misled(message: str) -> RowError:
+    return RowError(message, "a train or weight that cannot be followed")
 
 
 def _trained(value: dict[str, Any], names: dict[str, str], place: str) -> bool | None:
@@ -270,10 +280,10 @@ def _trained(value: dict[str, Any], names: dict[str, str], place: str) -> bool |
         if switch is not None:
             if switch not in (0, 1) or (name == "train" and not isinstance(switch, bool)):
                 takes = "true or false" if name == "train" else "0 or 1 (shares are not there yet)"
-                raise _fault(f"{place}: '{key}' must be {takes}, got {repr(switch)[:40]}")
+                raise _misled(f"{place}: '{key}' must be {takes}, got {repr(switch)[:40]}")
             said.add(bool(switch))
     if len(said) > 1:
-        raise _fault(f"{place}: train and weight contradict each other; keep one")
+        raise _misled(f"{place}: train and weight contradict each other; keep one")
     return said.pop() if said else None
 
 
@@ -282,14 +292,20 @@ def _content(value: dict[str, Any], key: str, place: str, *, may_lack: bool) -> 
     if content is None and may_lack:  # calls.py finds out if the template wants a null
         return ""
     if key not in value:
-        raise _fault(f"{place}: needs '{key}', has: {listed(value)}; set message_property_mappings")
+        raise _lacks(place, key, value)
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {} for part in content]
         if all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
             return "".join(part["text"] for part in parts)
-        raise _fault(f"{place}: '{key}' has parts that are not text; only text is supported")
+        raise RowError(
+            f"{place}: '{key}' has parts that are not text; only text is supported",
+            "a message with parts that are not text",
+        )
     if not isinstance(content, str):
-        raise _fault(f"{place}: '{key}' must be text, got {_kind(content)}")
+        raise RowError(
+            f"{place}: '{key}' must be text, got {_kind(content)}",
+            f"a message whose '{key}' is not text",
+        )
     return content
 
 

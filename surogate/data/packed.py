@@ -40,6 +40,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     fill: float  # share of the positions that hold tokens
     nothing: list[str] = []  # the first rows with a document that was left out
     shares: list[Share] = []
+    date: str = ""  # that the chat template was asked to write, if it writes one
 
 
 class Packed(NamedTuple):

@@ -7,8 +7,9 @@ holds the two to the same text.
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cached_property
 from types import BuiltinMethodType
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from surogate.data.calls import Form, forms
 from surogate.data.sources import RowError
 from surogate.errors import UserError
 
+EPOCH = "SOURCE_DATE_EPOCH"  # reproducible-builds.org
 # Other names of the reasoning in a message; templates read the first, gpt-oss's the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # What a template that does not fit a conversation raises, besides Jinja's own errors.
@@ -64,8 +66,19 @@ def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
+def moment() -> datetime:
+    """Now, or what SOURCE_DATE_EPOCH says: a template that writes the date makes other rows on
+    another day. Raises UserError for a value that is no number of seconds.
+    """
+    seconds = os.environ.get(EPOCH)
+    try:
+        return datetime.fromtimestamp(int(seconds), UTC) if seconds else datetime.now()
+    except (ValueError, OverflowError, OSError):
+        raise UserError(f"{EPOCH} = {seconds!r}: must be seconds since 1970") from None
+
+
 def _now(form: str) -> str:
-    return datetime.now().strftime(form)
+    return moment().strftime(form)
 
 
 def _tojson(
@@ -154,6 +167,11 @@ class ChatTemplate:
 
     def __reduce__(self) -> tuple[Any, ...]:  # compiled templates do not pickle
         return (_rebuild, (self.sources, self._name, self.special_tokens))
+
+    @property
+    def dated(self) -> bool:
+        """Whether it may write the date, so that other days make other rows."""
+        return any("strftime_now" in source for source in self.sources.values())
 
     @cached_property
     def call_forms(self) -> list[Form]:

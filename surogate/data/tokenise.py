@@ -14,6 +14,8 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -32,6 +34,7 @@ from surogate.data.sources import Row, RowError
 from surogate.data.vocabulary import Vocabulary, load_tokenizer
 from surogate.errors import UserError
 
+PARENT_SECONDS = 0.5  # between looks at whether the parent is there
 _BATCH_ROWS = 512
 _BATCH_CHARS = 1 << 20
 _PIECE = 1 << 19  # characters of a long text that are tokenised at a time
@@ -215,12 +218,24 @@ def _start_worker(settings: EncoderSettings) -> None:
     global _worker
     os.environ["FASTOKENS_BPE_THREADS"] = "1"  # the workers are its threads
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_outlive_nobody, args=(parent.pid,), daemon=True).start()
     _worker = Encoder(
         load_tokenizer(settings.folder, settings.tokenizer_file),
         vocab_size=settings.vocab_size,
         loss_scale=settings.loss_scale,
         threads=False,
     )
+
+
+def _outlive_nobody(parent: int | None) -> None:
+    """Ends this process once its parent is gone. A worker waits for work at a pipe that its
+    siblings hold open too, so that one whose parent was killed would wait for ever.
+    """
+    while os.getppid() == parent:
+        time.sleep(PARENT_SECONDS)
+    os._exit(1)
 
 
 def _work(layout: Layout, rows: Sequence[tuple[int, Row]]) -> Chunk:

@@ -107,6 +107,18 @@ def test_window(lengths, window, device):
     check(device, lengths, 2, 1, 64, window=window)
 
 
+def test_a_window_of_the_longest_document_and_a_sink_of_nothing_change_nothing(device):
+    """To the bit, as a softmax without either."""
+    *arrays, do = problem(EDGES, 2, 1, 64)
+    plain = run(device, arrays, None, do, EDGES)
+    none = np.full(2, -np.inf, np.float32)
+    for sinks, window in ((None, 64), (none, None)):
+        *got, d_sinks = run(device, arrays, sinks, do, EDGES, window=window)
+        for one, other in zip(got, plain[:4], strict=True):
+            same_bits(one, other)
+        assert d_sinks is None if sinks is None else not to_host(d_sinks).any()
+
+
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("size", [1.0, 4.0])  # like the logits; above them
 def test_sinks(window, size, device):

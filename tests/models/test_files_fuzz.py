@@ -233,6 +233,7 @@ def test_a_file_of_tensors(faults, raw):
 @given(pick=st.integers(0, 2**8), faults=FAULTS)
 @example(0, ([(4, "put", 2**31 - 1)], []))  # layers
 @example(0, ([(1, "put", 10**30)], []))  # rows of the embedding
+@example(76, ([(3, "put", "\ud800")], []))  # of shards, the name of one
 def test_a_model_s_folder(kind, pick, faults):
     with TemporaryDirectory() as within:
         folder = spoiled(kind, within, pick, faults)

@@ -395,6 +395,12 @@ def test_changes_name_each_setting():
         "new": "new: None in the checkpoint, True now",
         "rank": "rank: 4 in the checkpoint, None now",
     }
+    rows = {"path": "a.jsonl", "type": "text"}
+    assert changes({"datasets": [rows]}, {"datasets": [rows | {"type": "auto"}, rows]}) == {
+        "datasets.0.type": "datasets.0.type: 'text' in the checkpoint, 'auto' now",
+        "datasets.1.path": "datasets.1.path: None in the checkpoint, 'a.jsonl' now",
+        "datasets.1.type": "datasets.1.type: None in the checkpoint, 'text' now",
+    }
 
 
 def test_saving_takes_no_memory_but_one_array(tmp_path):

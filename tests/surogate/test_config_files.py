@@ -16,6 +16,7 @@ def test_overrides_win_and_are_typed_by_the_key(tmp_path):
         overrides=[
             "learning_rate=2e-5",
             "run_name=007",
+            "wandb_name='a b'",
             "recompute=none",
             "lora_target_modules=[q_proj, v_proj]",
             "datasets.0.samples=5",
@@ -27,7 +28,7 @@ def test_overrides_win_and_are_typed_by_the_key(tmp_path):
         recipe="bf16",
     )
     assert config.learning_rate == 2e-5
-    assert config.run_name == "007"
+    assert config.run_name == "007" and config.wandb_name == "a b"  # quoted as in a file
     assert config.recompute == "none"
     assert config.lora_target_modules == ("q_proj", "v_proj")
     assert config.datasets[0].samples == 5

@@ -110,6 +110,28 @@ def test_a_message_that_the_template_leaves_out():
     assert targets(PLAIN_CHAT, messages) == [["A<|stop|>"]]
 
 
+def test_content_that_the_template_leaves_out():
+    """Templates that read contents as lists of parts write nothing of one that is text; Llama's
+    write a call alone.
+    """
+    parts = "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}"
+    source = PLAIN_CHAT.replace("{{ m.content }}", parts)
+    kind = "content that the chat template leaves out"
+    advice = "; remove it from the row, or use a template that writes it"
+    assert source != PLAIN_CHAT
+    for scale, message in (("default", "2 of role assistant"), ("all", "1 of role user")):
+        assert refusal(source, chat("Q", "A"), scale) == (
+            f"the chat template leaves out the content of message {message}{advice}",
+            kind,
+        )
+    half = PLAIN_CHAT.replace("{{ m.content }}", "{{ m.content if m.role != 'user' }}")
+    assert refusal(half, chat("Q", "A"))[0].startswith(
+        "the chat template leaves out the content of message 1 of role user; "
+    )
+    changed = PLAIN_CHAT.replace("{{ m.content }}", "{{ m.content | upper }}")
+    assert targets(changed, chat("q", "a")) == [["A<|stop|>"]]  # written, in its own way
+
+
 def test_untrained_answers_are_context():
     messages = chat("Q1", "A1", "Q2", "A2", "Q3", "A3")
     assert targets(PLAIN_CHAT, messages, untrained=[1, 5]) == [["A2<|stop|>"]]

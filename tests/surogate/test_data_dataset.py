@@ -141,7 +141,7 @@ def test_nothing_to_learn_is_an_error(world, rows):
 def test_rows_of_another_shape_are_skipped_where_they_may_be_and_counted(world):
     settings = {"malformed": "skip", "type": "conversation"}
     bad = [{"messages": []}, {"text": "a"}, {"messages": []}, {"messages": [{"role": "user"}]}]
-    reasons = {"no messages": 2, "no column 'messages'": 1, "a malformed message": 1}
+    reasons = {"no messages": 2, "no column 'messages'": 1, "a message without 'content'": 1}
     report = world.prepare([*CHATS, *bad], dataset=settings).report
     assert report.documents == 20 and report.shares[0].skipped == reasons
     with pytest.raises(UserError, match="rows.jsonl: every row was skipped: 2 x no messages, 1 x "):

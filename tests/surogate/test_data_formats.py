@@ -233,7 +233,25 @@ def test_switches_that_mean_nothing(index, switch, reason):
 def test_faults_are_of_kinds():
     for data, kind in (
         ({"messages": []}, "no messages"),
-        ({"messages": [{"role": "user"}]}, "a malformed message"),
+        ({"messages": ["Hi"]}, "a message that is not an object"),
+        ({"messages": [{"content": "Hi"}]}, "a message without 'role'"),
+        ({"messages": [{"role": "user"}]}, "a message without 'content'"),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "a message whose 'content' is not text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "a message with parts that are not text",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]},
+            "malformed tool calls",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "weight": 0.5}]},
+            "a train or weight that cannot be followed",
+        ),
         ({"messages": [{"role": [], "content": ""}]}, "an unknown role"),
         ({"instruction": "Q", "output": None}, "column 'output' is not text"),
         ({"messages": MESSAGES, "tools": "["}, "malformed tools"),

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surogate.config import DatasetConfig, load_config
-from surogate.data.dataset import load_data, prepare
+from surogate.data.dataset import load_data, prepare_split
 from surogate.data.mix import mixed
 from surogate.data.vocabulary import load_tokenizer
 from surogate.errors import UserError
@@ -54,7 +54,7 @@ def sets(tmp_path):
             DatasetConfig(path=path, type="auto", weight=weight)
             for path, weight in zip(paths, weights, strict=True)
         ]
-        return prepare(
+        return prepare_split(
             configs,
             load_tokenizer(model),
             sequence_len=128,
@@ -68,12 +68,12 @@ def sets(tmp_path):
 
 
 def test_packed_shares_are_the_weights(sets):
-    packed = sets(1.0, 3.0)
+    packed, _ = sets(1.0, 3.0)
     tokens = [share.tokens for share in packed.report.shares]
     assert sum(tokens) == packed.report.tokens
     assert [share.wanted for share in packed.report.shares] == [0.25, 0.75]
     assert tokens[1] / sum(tokens) == pytest.approx(0.75, abs=0.01)
-    plain = sets(None, None)
+    plain, _ = sets(None, None)
     assert packed.report.tokens == pytest.approx(plain.report.tokens, rel=0.02)
     assert sum(share.documents for share in plain.report.shares) == 230
     counted = [
@@ -82,6 +82,15 @@ def test_packed_shares_are_the_weights(sets):
     assert [sum(counted[::2]), sum(counted[1::2])] == tokens
     supervised = [share.supervised for share in packed.report.shares]
     assert sum(supervised) == packed.supervised
+
+
+def test_rows_held_for_evaluation_are_not_mixed(sets):
+    """Each once, whatever the weights ask of the training rows."""
+    (train, held), (_, plain) = sets(1.0, 3.0, ratio=0.2), sets(None, None, ratio=0.2)
+    assert [share.wanted for share in train.report.shares] == [0.25, 0.75]
+    assert [share.wanted for share in held.report.shares] == [None, None]
+    assert held.report == plain.report and held.report.documents == 46
+    assert np.array_equal(held.tokens, plain.tokens)
 
 
 def test_weights_for_all_or_for_none(sets):

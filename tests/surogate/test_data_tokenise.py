@@ -1,7 +1,11 @@
 """Labels by offsets, special ids by the model's files, faults by row, the same from any worker."""
 
 import json
+import multiprocessing
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -227,3 +231,30 @@ def test_workers_give_the_same_in_order_and_pass_faults_on(tmp_path):
             assert np.array_equal(a, b)
     with pytest.raises(UserError, match="f.jsonl row 8: column 'messages' has no messages"):
         list(tokenise(vocabulary, _jobs(9, broken=7), workers=2, **settings))
+
+
+def wait_for_work(folder):
+    """Of a process of its own: two workers that wait, whose ids it prints."""
+    settings = {"vocab_size": 400, "loss_scale": "default", "workers": 2}
+    chunks = tokenise(load_tokenizer(folder), _jobs(99), **settings)
+    next(chunks)
+    print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+    time.sleep(60)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_workers_do_not_outlive_a_run_that_was_killed(tmp_path):
+    code = f"from {__name__} import wait_for_work as w; w({str(model_folder(tmp_path))!r})"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:
+        workers = run.stdout.readline().split()
+        run.kill()
+
+    def living(worker):
+        stat = Path("/proc", worker, "stat")
+        return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+    assert len(workers) == 2
+    end = time.monotonic() + 20
+    while any(map(living, workers)):
+        assert time.monotonic() < end, "a worker is left"
+        time.sleep(0.05)

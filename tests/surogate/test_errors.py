@@ -383,10 +383,14 @@ def test_a_file_system_that_cannot_reserve_is_written_to_all_the_same(folder, mo
         (["none"], "model = none: there is no such folder"),
         (["{f}/model", "--adapter", "{f}/none"], "{f}/none/adapter_config.json: missing"),
         (["{f}/empty"], "{f}/empty: has no config.json; give a model directory"),
+        (["{f}/tuned"], "{f}/tuned: is an adapter, not a model; give its base (org/m) with "),
     ],
 )
 def test_generate(folder, words, message):
     (folder / "empty").mkdir()
+    (folder / "tuned").mkdir()
+    adapter = folder / "tuned" / "adapter_config.json"
+    adapter.write_text('{"base_model_name_or_path": "org/m"}')
     words = [word.replace("{f}", str(folder)) for word in words]
     result = CliRunner().invoke(main, ["generate", *words, "--prompt", "the", "--device", "cpu"])
     assert error_of(result).startswith(message.replace("{f}", str(folder)))
@@ -398,6 +402,38 @@ def test_generate_with_a_larger_tokenizer(folder):
     error = error_of(CliRunner().invoke(main, words))
     assert error.startswith(f"{folder}/model: the tokenizer gives token ")
     assert error.endswith(f", the model has {VOCAB - 40}; it belongs to another model")
+
+
+@pytest.mark.parametrize(
+    "error,first",
+    [
+        (MemoryError("Out of memory allocating 5 bytes."), "Out of memory allocating 5 bytes"),
+        (RuntimeError("cudaErrorMemoryAllocation: out of memory"), "cudaErrorMemoryAllocation: "),
+        (MemoryError(), "MemoryError; "),
+    ],
+)
+def test_out_of_memory(folder, monkeypatch, error, first):
+    """What the run takes by group, and what takes less, each with what would be taken."""
+
+    def full(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("surogate.train.Run._launch", full)
+    result = invoke(write_config(folder, recompute="none"))
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    *told, last = result.stderr.splitlines()
+    assert last.startswith(f"error: out of memory: {first}")
+    assert "from its newest checkpoint" in last
+    text = "\n".join(told)
+    for group in ("weights, float32 ", "gradients, float32 ", "optimizer, ", "activations kept "):
+        assert f"\n{group}" in text
+    less = text.partition("\nwhat takes less:\n")[2].splitlines()
+    sizes = [float(line.split()[0]) for line in less if line.split()[1] in ("KiB", "MiB", "GiB")]
+    total = next(line for line in told if line.startswith("total ")).split()
+    assert len(sizes) >= 3 and all(size < float(total[1]) for size in sizes)
+    assert "per_device_train_batch_size = 1, gradient_accumulation_steps = 2" in text
+    log = read_log(folder / "out" / "log.jsonl")
+    assert (log[-1]["log"], log[-1]["status"]) == ("end", "failed")
 
 
 def test_a_bug_keeps_its_traceback(folder, monkeypatch):

@@ -111,6 +111,10 @@ def test_what_is_beside_the_weights(folder, lora):
     assert "datasets" not in head  # a local file is nobody else's
     for line in ("# mine", "sequence_len = 64", "| Steps | 2 of 2 x 1 rows of 64 tokens |"):
         assert f"\n{line}\n" in card.text, card.text
+    chosen = [line for line in card.text.splitlines() if line.startswith("datasets.")]
+    path, kind = chosen  # of a long path, the begin
+    assert path.startswith(f"datasets.0.path = '{folder / 'chats.jsonl'}"[:60])
+    assert kind == "datasets.0.type = 'conversation'"
     losses = [float(x) for x in card.text.split() if x.startswith("5.")]
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     last = {r["log"]: r["loss"] for r in records if r["log"] in ("step", "eval")}

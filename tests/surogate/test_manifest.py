@@ -182,6 +182,18 @@ def test_verb(folder):
     ]
     (second / MANIFEST).unlink()  # a checkpoint must have one
     assert verify(run)[1] == [whole, f"{second / MANIFEST}: is missing"]
+    result = CliRunner().invoke(main, ["verify", str(run), "--json"])
+    assert result.exit_code == 1 and json.loads(result.stdout) == {
+        "ok": False,
+        "folders": [
+            {"folder": str(folder), "faults": [], "summary": whole.rpartition(f"{folder}: ")[2]},
+            {
+                "folder": str(second),
+                "faults": [f"{second / MANIFEST}: is missing"],
+                "summary": "",
+            },
+        ],
+    }
 
 
 def test_verb_refuses(tmp_path):

@@ -3,7 +3,8 @@
 The other derivation shares no code with ours: transformers renders the conversation up to each
 answer, and the literals of inputs/families.py, read off the templates by eye, cut the answer out.
 An answer must be learned behind exactly the text that it was cut from. A conversation that a
-template refuses, or whose system message, reasoning or calls it drops, must be refused by name.
+template refuses, or whose system message, content, reasoning or calls it drops, must be refused by
+name.
 
 inputs/masks.txt shows the supervised tokens, decoded. Look at its difference after
 `python -m tests.surogate.test_masks`, which writes it anew.
@@ -123,6 +124,8 @@ def cut_out(name: str, shape: str) -> Iterator[tuple[str, str]]:
             raise Dropped("reasoning or call")
         if "</think>" in message["content"] and "I know." not in target:
             raise Dropped("reasoning")
+        if message["content"].split("</think>")[-1].strip() not in target:
+            raise Dropped("content")
         assert target.endswith(ends)
         yield asked or text[:begin], target
 

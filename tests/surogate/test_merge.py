@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from huggingface_hub import ModelCard
 from safetensors.numpy import load_file, save_file
 
 import surogate
@@ -95,7 +96,13 @@ def test_the_verb_writes_what_the_end_of_the_run_does(tmp_path):
         assert merge(place, "--output", to).exit_code == 0
         assert {p.name for p in to.iterdir()} > {"generation_config.json", "tokenizer.json"}
         for file in to.iterdir():
-            assert file.read_bytes() == (out / file.name).read_bytes(), file.name
+            if file.name != "README.md":
+                assert file.read_bytes() == (out / file.name).read_bytes(), file.name
+        card = ModelCard.load(to / "README.md")
+        assert card.data.base_model == str(folder / "model") and card.data.library_name
+        assert "a LoRA adapter of rank 4 and alpha 8 added to its weights" in card.text
+        own = (place if place != out else out / "adapter") / "README.md"
+        assert card.text.endswith(ModelCard.load(own).text.lstrip())  # the facts of the run
         assert json.loads((to / "config.json").read_text())["eos_token_id"] == [3, 0]
 
 

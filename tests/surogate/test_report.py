@@ -131,6 +131,26 @@ def test_terminal_has_a_bar_and_keeps_messages(tmp_path):
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is back
 
 
+@pytest.mark.parametrize(
+    "width,want",
+    [
+        (80, "step 90/12345 loss 2.3456  norm 0.83  41.2k tok/s  sol 38.1 %  eta 01:21:42"),
+        (60, "step 90/12345 loss 2.3456  41.2k tok/s  eta 01:21:42"),
+        (30, "step 90/12345 loss 2.3456"),
+    ],
+)
+def test_a_narrow_terminal_shows_whole_numbers(tmp_path, width, want):
+    """Those wanted most, and no bar."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=width, color_system=None)
+    with Reporter(tmp_path / "log.jsonl", total_steps=12345, console=console) as reporter:
+        reporter.start([], config={}, versions={}, device="cpu")
+        reporter.step(step(90))
+    assert "…" not in out.getvalue()
+    line = out.getvalue().replace("\r", "\n").split("step 90")[1].partition("\x1b")[0]
+    assert f"step 90{line}".rstrip() == want
+
+
 def test_log_records(tmp_path):
     console, _ = plain_console()
     path = tmp_path / "deep" / "log.jsonl"

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load
 
 from surogate import checkpoint
-from tests.surogate.runs import invoke, prepare, read_log, write_config, write_texts
+from tests.surogate.runs import TEMPLATE, invoke, prepare, read_log, write_config, write_texts
 from tests.surogate.runs import train as run_through
 from tests.surogate.test_resume import arrays, newest, settings
 
@@ -70,12 +70,61 @@ def test_changed_settings_are_refused_with_their_names(folder):
     assert anew.exit_code == 0 and "resumed" not in anew.stdout
 
 
-def test_changed_rows_are_refused(folder):
+def test_changed_rows_are_refused_wherever_they_lie(folder):
     run_through(folder, max_steps=2)
-    write_texts(folder / "texts.jsonl", seed=9)
-    result = invoke(write_config(folder, max_steps=2))
+    config = write_config(folder, max_steps=2)
+    elsewhere = folder / "elsewhere" / "texts.jsonl"
+    elsewhere.parent.mkdir()
+    shutil.move(folder / "texts.jsonl", elsewhere)
+    moved = f"datasets.0.path={elsewhere}"
+    result = invoke(config, moved)
+    assert result.exit_code == 0, result.output
+    assert f"\nchanged: datasets.0.path: '{folder / 'texts.jsonl'}' in the" in result.stdout
+    assert "resumed after step 2: " in result.stdout
+    other = invoke(config, moved, "datasets.0.samples=9")
+    assert [line.split(": ")[:2] for line in other.stderr.splitlines()[:-1]] == [
+        ["refused", "datasets.0.path"],
+        ["refused", "datasets.0.samples"],
+    ]
+    write_texts(elsewhere, seed=9)
+    result = invoke(config, moved)
     assert result.exit_code == 1
     assert result.stderr.startswith("refused: training rows: '")
+
+
+def test_rows_of_another_day_are_refused(folder, monkeypatch):
+    """A chat template that writes the date, as those of Llama 3.2 and GPT-OSS do."""
+    settings_of = folder / "model" / "tokenizer_config.json"
+    known = json.loads(settings_of.read_text())
+    known["chat_template"] = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
+    settings_of.write_text(json.dumps(known))
+    chats = [{"path": str(folder / "chats.jsonl"), "type": "conversation"}]
+    config = write_config(folder, max_steps=4, save_steps=2, sequence_len=96, datasets=chats)
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
+    result = invoke(config)
+    assert result.exit_code == 0, result.output
+    assert "the chat template wrote the date 1970-01-02 (for another, SOURCE_DATE" in result.stdout
+    out = folder / "out"
+    weights = (out / "model.safetensors").read_bytes()
+    shutil.rmtree(out / "step_00000004")
+    shutil.rmtree(out / "data")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "172800")
+    line = invoke(config).stderr.splitlines()[0]
+    assert line.startswith("refused: training rows: '") and " of 1970-01-02' in the" in line
+    assert line.endswith(" of 1970-01-03' now")
+    shutil.rmtree(out / "data")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "86401")
+    assert "resumed after step 2: " in invoke(config).stdout
+    assert (out / "model.safetensors").read_bytes() == weights
+    # Rows that are kept stay as they are, unless another day is asked for.
+    monkeypatch.delenv("SOURCE_DATE_EPOCH")
+    (kept,) = [path for path in (out / "data").iterdir() if path.is_dir()]
+    kept.rename(out / "data" / kept.name.partition("-")[0])
+    assert "1970-01-02 (for another, SOURCE_DATE_EPOCH) (kept from" in invoke(config).stdout
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "tomorrow")
+    assert invoke(config).stderr == (
+        "error: SOURCE_DATE_EPOCH = 'tomorrow': must be seconds since 1970\n"
+    )
 
 
 def test_changed_frozen_weights_are_refused(folder):
@@ -96,6 +145,7 @@ def test_settings_that_a_checkpoint_does_not_know_had_their_default(folder):
     path = folder / "out" / "step_00000002"
     saved = checkpoint.load(path)
     known = {k: v for k, v in saved.settings.items() if k != "weight_decay"}
+    known["datasets"] = [{"path": str(folder / "texts.jsonl"), "type": "text"}]
     trained, optimizer = arrays(path)
     checkpoint.save(
         folder / "out", checkpoint.Checkpoint(2, trained, optimizer, known, saved.sources), keep=5

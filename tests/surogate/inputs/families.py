@@ -60,6 +60,9 @@ FAMILIES = {
     "llama3_1": Family(
         "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>", calls="object"
     ),
+    "llama3_2": Family(  # writes the date
+        "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>", calls="object"
+    ),
     "gemma3": Family("<start_of_turn>model\n", "<end_of_turn>"),
     "gptoss": Family(
         "<|start|>assistant",
