@@ -37,13 +37,15 @@ STATE_OF_RECIPES = ("fp8.", "nvfp4.")  # how the names begin of what a checkpoin
 
 class Scope(NamedTuple):
     """Where a recipe applies: to the matrices of all layers but the ``first`` and the ``last``,
-    and but ``skipped`` (fields of Layer); there, to ``products``.
+    but ``skipped`` (fields of Layer), and but those with a size that is no ``multiple``; there, to
+    ``products``.
     """
 
     first: int = 0
     last: int = 0
     skipped: frozenset[str] = frozenset()
     products: Products = Products()
+    multiple: int = 1
 
     def covers(self, config: ModelConfig, path: str) -> bool:
         """Whether the leaf at a path of the tree is such a matrix."""
@@ -52,7 +54,8 @@ class Scope(NamedTuple):
             return False
         index, _, field = rest.partition(".")
         inside = self.first <= int(index) < config.layers - self.last
-        return inside and field in WEIGHTS and field not in self.skipped
+        chosen = inside and field in WEIGHTS and field not in self.skipped
+        return chosen and not any(x % self.multiple for x in field_at(config, path).shape)
 
     def products_in_words(self) -> str:
         """forward, dgrad and so on."""
@@ -62,6 +65,13 @@ class Scope(NamedTuple):
         """Paths of all those matrices, in the order of the tree."""
         found = [field.path for field in tree.leaves(layout(config))]
         return [path for path in found if self.covers(config, path)]
+
+    def misfits(self, config: ModelConfig) -> list[str]:
+        """A line about the matrices that are left out for their sizes, if there are any."""
+        count = len(self._replace(multiple=1).paths(config)) - len(self.paths(config))
+        if not count:
+            return []
+        return [f"{count} matrices in bf16: a size of theirs is no multiple of {self.multiple}"]
 
 
 class Recipe:
@@ -258,7 +268,8 @@ class Fp8Recipe(CastRecipe):
         if fp8_emulated(device_of(self._library)):
             how = "emulated: this device has no FP8 products, so the same numbers take longer"
         which = f"{len(self._paths)} matrices ({scope.products_in_words()})"
-        return [*self._storing.facts(), f"fp8_hybrid: {which}, {scaling} scaling, {how}"]
+        line = f"fp8_hybrid: {which}, {scaling} scaling, {how}"
+        return [*self._storing.facts(), line, *scope.misfits(self._config)]
 
     def _slots(self, path: str) -> Slots:
         first = 3 * self._paths[path]
@@ -351,7 +362,8 @@ class Nvfp4Recipe(CastRecipe):
             *(["stochastic rounding of gradients"] if options.stochastic else []),
             how,
         ]
-        return [*self._storing.facts(), f"nvfp4: {', '.join(parts)}"]
+        line = f"nvfp4: {', '.join(parts)}"
+        return [*self._storing.facts(), line, *scope.misfits(self._config)]
 
     def _weight(
         self, path: str, leaf: Array, *, trained: bool, ranks: int = 0, **turns: Any

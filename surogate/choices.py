@@ -78,6 +78,7 @@ def scope_of(config: Config) -> Scope:
         config.skip_quant_last_layers,
         frozenset(MODULES[name] for name in config.skip_quant_modules),
         Products(*(name in config.quantized_products for name in Products._fields)),
+        MULTIPLE,
     )
 
 

@@ -72,6 +72,7 @@ def export_run(run: str, *, output: str | None, verify: bool, device: str | None
         device=device or saved.settings["device"],
         resume_from_checkpoint=True,
         verify_export=verify,
+        report_to=(),
     )
     where = choose_device(config.device)
     with claimed(Path(run)), stream_of(where), Stop() as stop:
