@@ -83,6 +83,7 @@ class Trial:
                 with full(self.out):
                     result = finished(process)
             elif kind == "read-only":
+                self.out.mkdir(parents=True, exist_ok=True)  # the run may not have got there yet
                 with read_only(self.out):
                     result = finished(process)
             else:
