@@ -5,6 +5,7 @@ user can put right is printed as one line on stderr with exit status 1; a wrong 
 with 2; any other exception is a bug of ours and keeps its traceback.
 """
 
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from surogate.errors import UserError
 
 
 class _Command(click.Command):
-    """A command that prints a UserError on one line."""
+    """A command that prints a UserError on one line, and ends by Ctrl-C as shells expect it."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -25,6 +26,8 @@ class _Command(click.Command):
         except UserError as error:
             click.echo(f"error: {error}", err=True)
             ctx.exit(1)
+        except KeyboardInterrupt:  # while nothing else takes the signal: at the start of a run
+            ctx.exit(128 + signal.SIGINT)
 
 
 def _with_config(command: Callable[..., None]) -> Callable[..., None]:

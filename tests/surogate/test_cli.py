@@ -194,3 +194,12 @@ def test_help_is_fast():
 
     # The best of three: another load on the machine is not ours to fail for.
     assert min(seconds() for _ in range(3)) < 0.3
+
+
+def test_an_interrupt_before_a_run_takes_signals_ends_it_with_its_status(config, monkeypatch):
+    def interrupted(*args: Any, **settings: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("surogate.config.load_config", interrupted)
+    result = CliRunner().invoke(run, [config])
+    assert (result.exit_code, result.output) == (130, "")
